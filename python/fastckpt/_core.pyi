@@ -1,6 +1,7 @@
 """The compiled core: thin, typed, without knowledge of tensors beyond name, dtype, shape and address."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypedDict, final, type_check_only
 
 from fastckpt._tensors.described import Tensor
@@ -142,7 +143,8 @@ class SaveOptions:
     tells for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
     manifest keeps, by name, in words. Ranks ignore ``base``: see
     :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own, of which there are at
-    most ``most_staging`` bytes. It is in use until the operation ends, or for a rank until ``close``.
+    most ``most_staging`` bytes. It is in use until the operation ends, or for a rank until ``close``. If the storage
+    does not answer for ``deadline``, DeadlineError is raised, and threads that wait for it go on to use their memory.
     """
 
     def __new__(
@@ -165,6 +167,7 @@ class SaveOptions:
         operation: Operation | None = None,
         staging: Memory | None = None,
         most_staging: int | None = None,
+        deadline: timedelta | None = None,
     ) -> SaveOptions: ...
 
 def save(
@@ -175,21 +178,23 @@ def save(
     options: SaveOptions,
     fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     tick: Callable[[int, int], None] | None,
+    keep: object = None,
 ) -> WrittenReport:
     """Write a checkpoint; durable and visible when it returns.
 
     ``fill(ranges)`` copies the bytes of tensors without an address; worker threads call it. A range is a tuple
     ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
     ``address``. That memory belongs to ``fill`` until it returns. ValueError unless a tensor's dtype and shape need as
-    many bytes as its memory has. The caller keeps the memory alive and unchanged until the call returns. ``tick(done,
-    total)`` is called about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a
-    signal handler raises stops the save, removes its files, and is raised.
+    many bytes as its memory has. The caller keeps the memory unchanged until the call returns, and alive; if the
+    options have a ``deadline``, ``keep`` keeps it alive for as long as the save uses it. ``tick(done, total)`` is
+    called about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a signal handler
+    raises stops the save, removes its files, and is raised.
     """
 
-def check_target(path: str, overwrite: bool) -> None:
+def check_target(path: str, overwrite: bool, deadline: timedelta | None = None) -> None:
     """Raise the error that a save to ``path`` would raise, as far as a check shows; make nothing.
 
-    Something has the name and must not be replaced, or no directory can be made there.
+    Something has the name and must not be replaced, no directory can be made there, or the storage does not answer.
     """
 
 @final
@@ -434,6 +439,9 @@ class Memory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a snapshot or an operation has it, also one that was given up; or it is closed."""
     def close(self) -> None:
         """Unmap it, unless a snapshot or an operation has it: then it comes back, to be closed again."""
 
@@ -514,8 +522,10 @@ class Snapshot:
 
         ``frozen`` was given when the files were laid out.
         """
+    def leave(self) -> None:
+        """Keep the memory until nothing has this any more: a save that was given up may still read it."""
     def close(self) -> None:
-        """Give the memory back, and release all other resources."""
+        """Give the memory back, and release all other resources; nothing of that after ``leave``."""
 
 @final
 class LogicalType:
@@ -865,10 +875,11 @@ class RankBase:
         held: Sequence[tuple[int, int, int, int]],
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
         options: SaveOptions,
+        keep: object = None,
     ) -> RankBase:
-        """As for :class:`RankSave`, with the same ``options``: ``share`` is that of a save that takes over nothing.
+        """As for :class:`RankSave`, with the same ``options``, of which ``frozen`` matters, too, and ``keep``.
 
-        Of these, ``frozen`` matters, too.
+        ``share`` is that of a save that takes over nothing.
         """
     def open(self, path: str) -> bytes | None:
         """Open the base, and return its manifest for the others; None if it is none, and the save will warn of it."""
@@ -922,6 +933,7 @@ class RankSave:
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
         options: SaveOptions,
         base: RankBase | None = None,
+        keep: object = None,
     ) -> RankSave:
         """Find out the duties of ``rank``.
 
@@ -935,6 +947,7 @@ class RankSave:
             options: I/O, ``overwrite``, ``files``, ``step`` and ``staging``.
             base: the object that made the share, if it has files of an earlier checkpoint: the files that it took over
                 become a part of this save.
+            keep: if the options have a ``deadline``, what keeps the memory alive for as long as the save uses it.
 
         ValueError if a part has other bytes than in the share, or is missing.
         """

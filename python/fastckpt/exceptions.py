@@ -11,6 +11,7 @@ from typing import NamedTuple
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
+    "DeadlineError",
     "FormatVersionError",
     "NotACheckpointError",
     "RankFailure",
@@ -40,6 +41,14 @@ class ReplacedCheckpointError(CheckpointError, FileNotFoundError):
     """The checkpoint was replaced or removed while it was read: open it again.
 
     ``load`` and ``verify`` do so by themselves, for half a minute.
+    """
+
+
+class DeadlineError(CheckpointError, OSError):
+    """Storage has not answered for as long as ``IO(deadline=...)`` allows, so the save was given up.
+
+    ``filename`` is what it was asked about last; the message names the call. The threads that wait for the answer, and
+    their memory, stay until it comes. (No ``TimeoutError``: that is for waits that end while the save goes on.)
     """
 
 

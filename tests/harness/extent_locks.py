@@ -14,9 +14,8 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from harness.in_memory import DIRECT, PARALLEL, Handle, Tree, serve
+from harness.in_memory import DIRECT, PARALLEL, Handle, Tree, process_of, serve
 
 
 @dataclass
@@ -49,7 +48,7 @@ class ExtentLocks(Tree):
 
     def write(self, handle: Handle, at: int, data: memoryview) -> None:
         super().write(handle, at, data)
-        number, owner = handle.node.number, _process(self.thread)
+        number, owner = handle.node.number, process_of(self.thread)
         locks = self.locks.setdefault(number, Locks())
         self.names[number] = handle.node.name
         locks.writes += 1
@@ -69,12 +68,6 @@ class ExtentLocks(Tree):
     def told(self, _: str) -> str:
         counted = [(self.names[number], each) for number, each in self.locks.items()]
         return json.dumps({name: (each.grants, len(each.extents), each.writes) for name, each in counted})
-
-
-def _process(thread: int) -> int:
-    """The process of a thread. The kernel names the thread that wrote, and io_uring writes in threads of its own."""
-    status = Path(f"/proc/{thread}/status").read_text(encoding="ascii")
-    return int(status.partition("\nTgid:")[2].split()[0])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import heapq
 import itertools
+import math
 import os
 import select
 import stat
@@ -16,6 +17,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 HEADER = struct.Struct("<IIQQIIIHH")
@@ -75,6 +77,8 @@ class Tree:
         # The thread that made the request which is being answered, and when its answer may go, by time.monotonic.
         self.thread = 0
         self.ready = 0.0
+        # When the answers that are still waiting may go at the latest.
+        self.latest = math.inf
         self.make(stat.S_IFDIR | 0o777, b"/")
 
     def make(self, mode: int, name: bytes) -> Node:
@@ -216,6 +220,12 @@ class Tree:
         return found
 
 
+def process_of(thread: int) -> int:
+    """The process of a thread. The kernel names the thread that wrote, and io_uring writes in threads of its own."""
+    status = Path(f"/proc/{thread}/status").read_text(encoding="ascii")
+    return int(status.partition("\nTgid:")[2].split()[0])
+
+
 def serve(tree: Tree, point: str) -> None:
     """Mount it at ``point``, say ``mounted``, answer each line of standard input, and end when it is unmounted."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
@@ -234,6 +244,7 @@ def serve(tree: Tree, point: str) -> None:
         if sys.stdin in readable:
             if line := sys.stdin.readline():
                 print(tree.told(line), flush=True)
+                waiting = sorted((min(ready, tree.latest), *more) for ready, *more in waiting)  # type: ignore[misc]
             else:  # closed
                 watched.remove(sys.stdin)
         if device not in readable:

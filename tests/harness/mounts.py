@@ -160,6 +160,24 @@ def handle_buffers(failing: str = "") -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def hanging() -> Iterator[tuple[Path, Callable[..., None]]]:
+    """A FUSE mount, and what makes it leave requests without an answer; without any, it answers again."""
+    with _in_memory("hanging") as (point, daemon):
+
+        def hang(*requests: str) -> None:
+            assert daemon.stdin is not None
+            assert daemon.stdout is not None
+            daemon.stdin.write(" ".join(requests) + "\n")
+            daemon.stdin.flush()
+            assert daemon.stdout.readline() == "so be it\n"
+
+        try:
+            yield point, hang
+        finally:
+            hang()
+
+
+@contextlib.contextmanager
 def extent_locks(
     *, extent: int = 4 << 20, grant: float = 0.01, latency: float = 0.0
 ) -> Iterator[tuple[Path, Callable[[], dict[str, list[int]]]]]:

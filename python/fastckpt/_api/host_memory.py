@@ -105,7 +105,8 @@ class Memory:
             if self.registration is not None and self.generation == _generation:
                 self.registration.wait()
         finally:
-            if self.generation == _generation:
+            # A save that was given up may still use it; it is unmapped when that ends.
+            if self.generation == _generation and not self.core.is_in_use:
                 self._home.append(self)
             else:
                 self.close()

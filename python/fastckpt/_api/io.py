@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fastckpt import _core
@@ -20,6 +22,8 @@ Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 
 _MOST_NICE = 19
 _LEAST_STAGING = 4 << 20
+#: Seconds without an answer of the storage that a save in the background waits by default, and that are for ever.
+_PATIENCE, _ENDLESS = 600, 10**9
 
 
 @record_of("io", "fastckpt.IO")
@@ -65,6 +69,9 @@ class IO:
             effect where no tensor is on a device.
         max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
             alone and of each process group are counted apart. Those of a group write one after the other.
+        deadline: of saves: seconds. If a call to the storage has not ended for so long, and no other of that save has,
+            it fails with :class:`fastckpt.exceptions.DeadlineError`; docs/async.md has what becomes of its threads and
+            memory. ``math.inf`` for no deadline; None is 600 for saves in the background, and none for others.
         nice: of saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
         mmap: of loads: map the files instead of reading them, through the page cache, whatever FASTCKPT_IO says: new
             tensors and arrays are pages of the page cache, which all processes of a node share; one is copied when it
@@ -104,6 +111,7 @@ class IO:
     pin: bool | int | str = True
     max_in_flight: int = 1
     nice: int | None = None
+    deadline: float | None = None
     mmap: bool = False
     verify: bool = True
     on_report: Callable[[Any], object] | None = None
@@ -118,6 +126,8 @@ class IO:
             raise ValueError(f"IO: max_in_flight must be an int, at least 1, not {self.max_in_flight!r}")
         if self.nice is not None and not _is_whole(self.nice, 0, _MOST_NICE):
             raise ValueError(f"IO: nice must be None or an int from 0 to {_MOST_NICE}, not {self.nice!r}")
+        if self.deadline is not None and not self.deadline > 0:
+            raise ValueError(f"IO: deadline must be None or seconds, more than 0, not {self.deadline!r}")
         check_bandwidth("IO", self.bandwidth_limit)
         most_staging(self)
         most_pinned(self)
@@ -148,6 +158,12 @@ def give_report(io: IO, report: Report | CopyReport) -> None:
 def bytes_per_second(io: IO) -> int | None:
     """``bandwidth_limit`` as a number."""
     return check_bandwidth("IO", io.bandwidth_limit)
+
+
+def deadline_of(io: IO, *, background: bool) -> timedelta | None:
+    """``deadline``; None for none."""
+    seconds = io.deadline if io.deadline is not None else _PATIENCE if background else math.inf
+    return timedelta(seconds=seconds) if seconds < _ENDLESS else None
 
 
 def most_staging(io: IO) -> int | None:

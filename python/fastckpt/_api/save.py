@@ -55,6 +55,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
+        DeadlineError: the storage has not answered for as long as ``IO(deadline=...)``.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (If only the final
             sync of the parent directory fails, the new checkpoint already has the name.)
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing

@@ -47,6 +47,7 @@ class SaveRequest:
         tailor: applies ``exclude=`` and ``dtype=``.
         base: the earlier checkpoint that files are linked of, absolute.
         nice: the niceness of the threads that write; None keeps the niceness of the process.
+        snapshot: of a save in the background, the copy of the state.
         counters: of a save in the background, its live counters, from the moment at which the copy begins.
     """
 
@@ -65,6 +66,7 @@ class SaveRequest:
     tailor: Tailor | None = None
     base: str | None = None
     nice: int | None = None
+    snapshot: _core.Snapshot | None = None
     counters: _core.Operation | None = None
 
     @classmethod
@@ -106,6 +108,12 @@ class SaveRequest:
             KeyError: a pattern matches none of them.
         """
         return flags_of(self.operation, self.settings.files.frozen, [*names])
+
+    def owners(self) -> object:
+        """What keeps the memory alive that the core reads, also after a save with a deadline was given up."""
+        if self.snapshot is not None or self.settings.io.deadline is None:
+            return self.snapshot
+        return tuple(one for flat in self.parts for one in flat.keep)
 
     def close(self) -> None:
         """Let go of the caller's memory: an error's traceback has frames that have this."""

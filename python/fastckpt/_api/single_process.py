@@ -43,9 +43,8 @@ class SingleProcess:
         self, request: SaveRequest, agreed: Agreed, options: _core.SaveOptions, progress: Callable[[int, int], None]
     ) -> Mapping[str, Any]:
         """Write it."""
-        return _core.save(
-            request.path, agreed.tensors, agreed.structure, agreed.metadata, options, agreed.fill, progress
-        )
+        about = (agreed.tensors, agreed.structure, agreed.metadata)
+        return _core.save(request.path, *about, options, agreed.fill, progress, request.owners())
 
 
 class FromSnapshot(SingleProcess):

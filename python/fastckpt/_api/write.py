@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .build_report import build_report, with_warnings
+from .io import deadline_of
 from .lent import lent
 from .reports import SaveReport
 
@@ -101,6 +102,7 @@ def core_options(request: SaveRequest, agreed: Agreed, staging: _core.Memory | N
         base=request.base,
         frozen=agreed.frozen,
         nice=request.nice,
+        deadline=deadline_of(settings.io, background=request.counters is not None),
         step=request.step,
         elapsed=time.perf_counter() - request.began,
         operation=request.counters,

@@ -14,6 +14,7 @@ from fastckpt._api import in_flight
 from fastckpt._api.outcome import logger
 from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
+from fastckpt.exceptions import DeadlineError
 
 from .claim import Claim
 from .nice import granted
@@ -60,7 +61,7 @@ class BackgroundSave:
     ) -> None:
         pending = self.pending = PendingSave(request.path, request.began, ranks, operation, request.settings.io)
         self.request = request
-        self.snapshot = snapshot
+        self.snapshot = request.snapshot = snapshot
         self.staging = Staging(pending, request, snapshot)
         request.nice = granted(request.settings.io.nice)
         self._most = request.settings.io.max_in_flight
@@ -209,4 +210,8 @@ class BackgroundSave:
         counters = self.request.counters
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
+        if isinstance(error, DeadlineError):
+            # Its memory is given back when nothing has it any more.
+            self.snapshot.leave()
+            self.pending._snapshot = None
         self.staging.close()

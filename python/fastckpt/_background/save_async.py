@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.io import deadline_of
 from fastckpt._api.outcome import Attempt
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
@@ -72,6 +73,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         KeyError: a pattern matches nothing.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists and may not be replaced.
+        DeadlineError: the storage does not answer.
         NotADirectoryError: a directory above ``path`` is a file.
         PermissionError: no directory can be made in the parent of ``path``.
         Exception: an earlier asynchronous save failed, and its result was never requested: this one has begun, and
@@ -92,7 +94,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
     with range_of("fastckpt.save_async"):
         with Attempt("save", target, asynchronous=True):
             settings = SaveSettings.of("save_async", options, save_async)
-            _core.check_target(target, settings.overwrite)
+            _core.check_target(target, settings.overwrite, deadline_of(settings.io, background=True))
             request = build_request("save_async", target, state, metadata, settings, began=began)
             try:
                 job = Job(request)

@@ -177,7 +177,8 @@ class ProcessGroup:
         if request.base is None:
             return self._write(request, agreed, options, progress, share, share)
         began = time.perf_counter()
-        base = _core.RankBase(share, self.session.group.rank, agreed.held, agreed.fill, options)
+        parts = (agreed.held, agreed.fill, options, request.owners())
+        base = _core.RankBase(share, self.session.group.rank, *parts)
         try:
             beside = take_over(self.session, self.operation, request.path, request.base, base, self.ranks.timeout)
             compared = time.perf_counter() - began
@@ -219,7 +220,7 @@ class ProcessGroup:
         """
         session, operation, timeout, path = self.session, self.operation, self.ranks.timeout, request.path
         rank = session.group.rank
-        engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base)
+        engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base, request.owners())
         exchange: Exchange | None = None
         whole = False
         made: list[tuple[int, int]] = []

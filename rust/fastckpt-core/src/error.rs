@@ -68,6 +68,18 @@ pub enum Error {
         /// Why it must not be removed.
         why: String,
     },
+    /// Storage does not answer.
+    #[error("{}", hangs(operation, path, *.seconds, *.end))]
+    Hangs {
+        /// The operation that does not end, as a verb phrase.
+        operation: &'static str,
+        /// Its file or directory.
+        path: PathBuf,
+        /// For how many seconds.
+        seconds: f64,
+        /// What that means for the save.
+        end: Given,
+    },
     /// The tensors or options do not form a valid checkpoint.
     #[error("{0}")]
     Invalid(String),
@@ -89,6 +101,17 @@ pub enum Error {
     /// A worker panicked. This is a bug in fastckpt; nothing became visible.
     #[error("a worker thread panicked, please report this bug: {0}")]
     Panic(String),
+}
+
+/// What became of a save whose storage does not answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    /// It was given up, and nothing of it gets the checkpoint's name.
+    Up,
+    /// It was given up while the checkpoint was getting its name.
+    UpAtTheEnd,
+    /// It has not begun: an earlier one was given up.
+    NotBegun,
 }
 
 impl Error {
@@ -119,6 +142,7 @@ impl Error {
             Self::Exists { .. } => Some(libc::EEXIST),
             Self::Stays { .. } => Some(libc::ENOTEMPTY),
             Self::Replaced { .. } => Some(libc::ENOENT),
+            Self::Hangs { .. } => Some(libc::ETIMEDOUT),
             _ => None,
         }
     }
@@ -211,9 +235,32 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
             ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
              volume"
         }
+        Some(libc::EAGAIN) => ": the kernel refused it for two seconds; it may be short of memory",
         Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
         _ => "",
     }
+}
+
+/// What hangs, and what to do.
+fn hangs(operation: &str, path: &Path, seconds: f64, end: Given) -> String {
+    let end = match end {
+        Given::Up => {
+            "the save was given up, and nothing of it gets the checkpoint's name. Its threads and buffers stay until the \
+             storage answers: look after that, save elsewhere, or allow more time with IO(deadline=...)"
+        }
+        Given::UpAtTheEnd => {
+            "the save was given up while the checkpoint was getting its name: once the storage answers, the new one may \
+             be there, whole, or the old one. Look after the storage, or save elsewhere"
+        }
+        Given::NotBegun => {
+            "an earlier save to this directory was given up for that, and this one has not begun. Look after the \
+             storage, or save elsewhere"
+        }
+    };
+    format!(
+        "cannot {operation} `{}`: the storage has not answered for {seconds:.1} s: {end}",
+        Visible(&path.display())
+    )
 }
 
 /// The message of a panic.

@@ -3,14 +3,18 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{PoisonError, RwLock};
+use std::time::Duration;
 
 use fastckpt_core::commit;
+use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::job::Progress;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
 use crate::buffers::summed;
 use crate::error::{Raised, to_python};
+use crate::report::tick;
 
 /// A checkpoint in a directory.
 ///
@@ -164,8 +168,16 @@ impl Gathering {
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool) -> PyResult<()> {
-    detached(py, || commit::check(&path, overwrite))
+#[pyo3(signature = (path, overwrite, deadline=None))]
+fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool, deadline: Option<Duration>) -> PyResult<()> {
+    let target = path.clone();
+    let check = move |_: Progress<'_>| commit::check(&path, overwrite);
+    let raised = Raised::default();
+    let checked = py.detach(|| {
+        refuse(deadline, &target)?;
+        within(deadline, &target, &mut tick(None, &raised), check)
+    });
+    checked.map_err(|error| to_python(&error, &raised))
 }
 
 /// See `_core.pyi`.

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 
 pyo3::import_exception!(fastckpt.exceptions, CheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, CorruptCheckpointError);
+pyo3::import_exception!(fastckpt.exceptions, DeadlineError);
 pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
@@ -37,6 +38,9 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
         Error::Foreign { path, .. } => foreign(path).unwrap_or_else(|error| error),
         Error::Replaced { path } => {
             ReplacedCheckpointError::new_err((error.errno(), text, path.clone().into_os_string()))
+        }
+        Error::Hangs { path, .. } => {
+            DeadlineError::new_err((error.errno(), text, path.clone().into_os_string()))
         }
         Error::Version { .. } => FormatVersionError::new_err(text),
         Error::TooLarge(_) => UnsupportedTypeError::new_err(text),

@@ -1,9 +1,13 @@
 //! `_core.RankBase`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use fastckpt_core::Error;
+use fastckpt_core::engine::deadline::within;
+use fastckpt_core::engine::job::Progress;
 use fastckpt_core::ranks::{self, Sums};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -20,7 +24,12 @@ use crate::share::{Kind, Share};
 pub(crate) struct RankBase {
     pub(crate) core: ranks::RankBase,
     overwrite: bool,
+    deadline: Option<Duration>,
     raised: Arc<Raised>,
+    /// Whether a step that was given up still has it.
+    is_left: AtomicBool,
+    /// What keeps the memory of the parts alive.
+    _keep: Option<Py<PyAny>>,
 }
 
 impl RankBase {
@@ -32,12 +41,26 @@ impl RankBase {
     ) -> PyResult<T> {
         py.detach(|| action(&self.core)).map_err(|error| to_python(&error, &self.raised))
     }
+
+    /// Runs a step that asks the storage about `path`, without the GIL and within the deadline.
+    fn step<T: Send + 'static>(
+        slf: &Bound<'_, Self>,
+        path: &Path,
+        progress: &mut (dyn FnMut(u64, u64) -> bool + Send),
+        action: impl FnOnce(&ranks::RankBase, Progress<'_>) -> Result<T, Error> + Send + 'static,
+    ) -> PyResult<T> {
+        let (own, job) = (slf.get(), slf.clone().unbind());
+        let job = move |progress: Progress<'_>| action(&job.get().core, progress);
+        let outcome = slf.py().detach(|| within(own.deadline, path, progress, job));
+        own.is_left.fetch_or(matches!(outcome, Err(Error::Hangs { .. })), Ordering::Relaxed);
+        outcome.map_err(|error| to_python(&error, &own.raised))
+    }
 }
 
 #[pymethods]
 impl RankBase {
     #[new]
-    #[pyo3(signature = (share, rank, held, fill, options))]
+    #[pyo3(signature = (share, rank, held, fill, options, keep=None))]
     fn new(
         py: Python<'_>,
         share: &Share,
@@ -45,6 +68,7 @@ impl RankBase {
         held: Vec<Part>,
         fill: Option<Py<PyAny>>,
         options: &SaveOptions,
+        keep: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let table = share.table()?;
         let raised = Arc::new(Raised::default());
@@ -52,12 +76,14 @@ impl RankBase {
         let core = py
             .detach(|| ranks::RankBase::new(Arc::clone(table), rank, held, options.core.clone()))
             .map_err(|error| to_python(&error, &raised))?;
-        Ok(Self { core, overwrite: options.overwrite, raised })
+        let SaveOptions { overwrite, deadline, .. } = *options;
+        Ok(Self { core, overwrite, deadline, raised, is_left: AtomicBool::new(false), _keep: keep })
     }
 
-    fn open<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let manifest = self.detached(py, |core| core.open(&path))?;
-        Ok(manifest.map(|manifest| PyBytes::new(py, &manifest)))
+    fn open<'py>(slf: &Bound<'py, Self>, path: PathBuf) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let place = path.clone();
+        let manifest = Self::step(slf, &place, &mut |_, _| true, move |core, _| core.open(&path))?;
+        Ok(manifest.map(|manifest| PyBytes::new(slf.py(), &manifest)))
     }
 
     fn know(&self, py: Python<'_>, path: PathBuf, manifest: PyBackedBytes) -> PyResult<()> {
@@ -81,17 +107,19 @@ impl RankBase {
     }
 
     fn take<'py>(
-        &self,
-        py: Python<'py>,
+        slf: &Bound<'py, Self>,
         path: PathBuf,
         found: PyBackedBytes,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let told = self.detached(py, |core| {
-            let found = Sums::decode(&found)?;
-            core.take(&path, self.overwrite, &found, &mut self::tick(tick.as_ref(), &self.raised))
-        })?;
-        Ok(PyBytes::new(py, &told))
+        let (place, own) = (path.clone(), slf.get());
+        let overwrite = own.overwrite;
+        let told =
+            Self::step(slf, &place, &mut self::tick(tick.as_ref(), &own.raised), move |core, progress| {
+                let found = Sums::decode(&found)?;
+                core.take(&path, overwrite, &found, progress)
+            })?;
+        Ok(PyBytes::new(slf.py(), &told))
     }
 
     fn follow(&self, py: Python<'_>, told: PyBackedBytes) -> PyResult<()> {
@@ -102,8 +130,14 @@ impl RankBase {
         Ok(Share(Kind::Save(self.detached(py, ranks::RankBase::table)?)))
     }
 
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.core.close());
+    fn close(slf: &Bound<'_, Self>) {
+        let close = |core: &ranks::RankBase, _: Progress<'_>| {
+            core.close();
+            Ok(())
+        };
+        if !slf.get().is_left.load(Ordering::Relaxed) {
+            let _ = Self::step(slf, Path::new(""), &mut |_, _| true, close);
+        }
     }
 }
 

@@ -2,15 +2,19 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use fastckpt_core::Error;
+use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::job::Progress;
 use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::ranks::{self, Cell, Commit, Committed, Figures, Held, Table, pieces};
 use fastckpt_core::share::Depth;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::buffers;
@@ -30,6 +34,12 @@ struct RankSave {
     #[pyo3(get)]
     mail: Py<Mail>,
     raised: Arc<Raised>,
+    /// Where it is saved to.
+    target: OnceLock<PathBuf>,
+    /// Whether a step that was given up still has it.
+    is_left: AtomicBool,
+    /// What keeps the memory of the parts alive.
+    keep: Mutex<Option<Py<PyAny>>>,
 }
 
 /// The figures of the ranks, as in a report.
@@ -76,12 +86,53 @@ impl RankSave {
     ) -> PyResult<T> {
         py.detach(|| action(&self.core)).map_err(|error| to_python(&error, &self.raised))
     }
+
+    /// Runs a step that asks the storage, without the GIL and within the deadline. A step that is given up has the save
+    /// from then on.
+    fn step<T: Send + 'static>(
+        slf: &Bound<'_, Self>,
+        tick: Option<&Py<PyAny>>,
+        action: impl FnOnce(&ranks::RankSave, Progress<'_>) -> Result<T, Error> + Send + 'static,
+    ) -> PyResult<T> {
+        let own = slf.get();
+        let outcome = Self::within(slf, &mut self::tick(tick, &own.raised), action);
+        outcome.map_err(|error| to_python(&error, &own.raised))
+    }
+
+    fn within<T: Send + 'static>(
+        slf: &Bound<'_, Self>,
+        progress: &mut (dyn FnMut(u64, u64) -> bool + Send),
+        action: impl FnOnce(&ranks::RankSave, Progress<'_>) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let (own, job) = (slf.get(), slf.clone().unbind());
+        let job = move |progress: Progress<'_>| {
+            let own = job.get();
+            let outcome = action(&own.core, progress);
+            if own.is_left.load(Ordering::Relaxed) {
+                own.core.close(false);
+                drop(own.keep.lock().unwrap_or_else(PoisonError::into_inner).take());
+            }
+            outcome
+        };
+        let (deadline, target) = (own.options.get().deadline, own.target.get());
+        let target = target.cloned().unwrap_or_default();
+        let outcome = slf.py().detach(|| within(deadline, &target, progress, job));
+        own.is_left.fetch_or(matches!(outcome, Err(Error::Hangs { .. })), Ordering::Relaxed);
+        outcome
+    }
+
+    /// Notes where it is saved to; refuses that where the storage does not answer.
+    fn aim(&self, py: Python<'_>, path: &Path) -> PyResult<()> {
+        let _ = self.target.set(path.to_owned());
+        self.detached(py, |_| refuse(self.options.get().deadline, path))
+    }
 }
 
 #[pymethods]
 impl RankSave {
     #[new]
-    #[pyo3(signature = (share, rank, held, fill, options, base=None))]
+    #[pyo3(signature = (share, rank, held, fill, options, base=None, keep=None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn new(
         py: Python<'_>,
         share: &Share,
@@ -90,6 +141,7 @@ impl RankSave {
         fill: Option<Py<PyAny>>,
         options: &Bound<'_, SaveOptions>,
         base: Option<&RankBase>,
+        keep: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let table = share.table()?;
         let raised = Arc::new(Raised::default());
@@ -100,7 +152,9 @@ impl RankSave {
             .detach(|| ranks::RankSave::new(Arc::clone(table), rank, held, settings.core.clone(), base))
             .map_err(|error| to_python(&error, &raised))?;
         let mail = Py::new(py, Mail::new(core.mail(), &raised))?;
-        Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
+        let (overwrite, options) = (settings.overwrite, options.clone().unbind());
+        let (target, is_left) = (OnceLock::new(), AtomicBool::new(false));
+        Ok(Self { core, overwrite, options, mail, raised, target, is_left, keep: Mutex::new(keep) })
     }
 
     #[pyo3(signature = (depth, seed, sum_of, tick))]
@@ -156,21 +210,25 @@ impl RankSave {
         self.detached(py, |core| core.check(structure, metadata, per_rank.unwrap_or_default()))
     }
 
-    fn create(&self, py: Python<'_>, path: PathBuf) -> PyResult<OsString> {
-        self.detached(py, |core| core.create(&path, self.overwrite, &mut tick(None, &self.raised)))
+    fn create(slf: &Bound<'_, Self>, path: PathBuf) -> PyResult<OsString> {
+        let (own, overwrite) = (slf.get(), slf.get().overwrite);
+        own.aim(slf.py(), &path)?;
+        Self::step(slf, None, move |core, progress| core.create(&path, overwrite, progress))
     }
 
-    fn join(&self, py: Python<'_>, path: PathBuf, name: OsString) -> PyResult<()> {
-        self.detached(py, |core| core.join(&path, &name))
+    fn join(slf: &Bound<'_, Self>, path: PathBuf, name: OsString) -> PyResult<()> {
+        slf.get().aim(slf.py(), &path)?;
+        Self::step(slf, None, move |core, _| core.join(&path, &name))
     }
 
-    fn write<'py>(&self, py: Python<'py>, tick: Option<Py<PyAny>>) -> PyResult<Bound<'py, PyDict>> {
-        let report = self.detached(py, |core| core.write(&mut self::tick(tick.as_ref(), &self.raised)))?;
-        let (sent, received) = self.core.exchanged();
+    fn write<'py>(slf: &Bound<'py, Self>, tick: Option<Py<PyAny>>) -> PyResult<Bound<'py, PyDict>> {
+        let report = Self::step(slf, tick.as_ref(), ranks::RankSave::write)?;
+        let (own, py) = (slf.get(), slf.py());
+        let (sent, received) = own.core.exchanged();
         let dict = to_dict(py, &report)?;
         dict.set_item("sent", sent)?;
         dict.set_item("received", received)?;
-        let (peers, team, grain) = self.detached(py, ranks::RankSave::teams)?;
+        let (peers, team, grain) = own.detached(py, ranks::RankSave::teams)?;
         dict.set_item("peers", peers)?;
         dict.set_item("team", team)?;
         dict.set_item("grain", grain)?;
@@ -182,39 +240,48 @@ impl RankSave {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn commit<'py>(
-        &self,
-        py: Python<'py>,
-        pieces: &[u8],
-        structure: &str,
-        metadata: &str,
-        per_rank: Option<&str>,
+        slf: &Bound<'py, Self>,
+        pieces: PyBackedBytes,
+        structure: String,
+        metadata: String,
+        per_rank: Option<String>,
         saved: Saved,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = self.options.get();
+        let options = slf.get().options.clone_ref(slf.py());
         let Saved { engine, fallback, threads, seconds } = saved;
-        let figures = Figures { engine, fallback, threads, seconds, options: options.core.kept.clone() };
-        let committed = self.detached(py, |core| {
+        let figures =
+            Figures { engine, fallback, threads, seconds, options: options.get().core.kept.clone() };
+        let told = figures.clone();
+        let committed = Self::step(slf, tick.as_ref(), move |core, progress| {
             let mut all = Vec::new();
-            pieces::decode(pieces, &mut all)?;
+            pieces::decode(&pieces, &mut all)?;
             let commit = Commit {
                 pieces: all,
-                structure,
-                metadata,
-                per_rank: per_rank.unwrap_or_default(),
-                files: &options.files(),
-                figures: figures.clone(),
+                structure: &structure,
+                metadata: &metadata,
+                per_rank: per_rank.as_deref().unwrap_or_default(),
+                files: &options.get().files(),
+                figures,
             };
-            core.commit(commit, &mut self::tick(tick.as_ref(), &self.raised))
+            core.commit(commit, progress)
         })?;
-        committed_dict(py, &figures, &committed)
+        committed_dict(slf.py(), &told, &committed)
     }
 
     #[pyo3(signature = (*, committed=false))]
-    fn close(&self, py: Python<'_>, committed: bool) {
-        py.detach(|| self.core.close(committed));
+    fn close(slf: &Bound<'_, Self>, committed: bool) {
+        let own = slf.get();
+        slf.py().detach(|| own.core.stop());
+        if !own.is_left.load(Ordering::Relaxed) {
+            let close = move |core: &ranks::RankSave, _: Progress<'_>| {
+                core.close(committed);
+                Ok(())
+            };
+            // What was written is known by now, and whether it counts.
+            let _ = Self::within(slf, &mut |_, _| true, close);
+        }
     }
 }
 

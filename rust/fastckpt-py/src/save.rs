@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
+use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::job::Progress;
 use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Contents, Request, save as core_save};
@@ -71,6 +74,7 @@ pub(crate) struct SaveOptions {
     files: Vec<(String, PyBackedBytes)>,
     pub(crate) base: Option<PathBuf>,
     pub(crate) frozen: Vec<bool>,
+    pub(crate) deadline: Option<Duration>,
     pub(crate) core: Options,
 }
 
@@ -85,7 +89,7 @@ impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), base=None,
         frozen=Vec::new(), kept=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, step=None,
-        elapsed=0.0, operation=None, staging=None, most_staging=None))]
+        elapsed=0.0, operation=None, staging=None, most_staging=None, deadline=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -106,32 +110,37 @@ impl SaveOptions {
         operation: Option<&Operation>,
         staging: Option<&Memory>,
         most_staging: Option<u64>,
+        deadline: Option<Duration>,
     ) -> PyResult<Self> {
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
         let staging = Memory::lent(staging);
         let own = options(py, io, (threads, most_staging))?;
         let core = Options { bandwidth_limit, nice, call, kept, begun, staging, ..own };
         let groups = groups::beside(model_prefix, training_prefix);
-        Ok(Self { groups, shard_size, overwrite, files, base, frozen, core })
+        Ok(Self { groups, shard_size, overwrite, files, base, frozen, deadline, core })
     }
 }
 
 /// See `_core.pyi`.
 #[pyfunction]
+#[pyo3(signature = (path, tensors, structure, metadata, options, fill, tick, keep=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
-fn save<'py>(
-    py: Python<'py>,
+fn save(
+    py: Python<'_>,
     path: PathBuf,
     tensors: Vec<Tensor>,
     structure: String,
     metadata: String,
-    options: &SaveOptions,
+    options: Py<SaveOptions>,
     fill: Option<Py<PyAny>>,
     tick: Option<Py<PyAny>>,
-) -> PyResult<Bound<'py, PyDict>> {
+    keep: Option<Py<PyAny>>,
+) -> PyResult<Bound<'_, PyDict>> {
     let raised = Arc::new(Raised::default());
     let state = state(tensors, structure, metadata, fill, &raised)?;
-    let report = py.detach(|| {
+    let (deadline, target) = (options.get().deadline, path.clone());
+    let job = move |progress: Progress<'_>| {
+        let (options, _keep) = (options.get(), keep);
         let request = Request {
             path: &path,
             tensors: &state.tensors,
@@ -145,7 +154,11 @@ fn save<'py>(
             files: &options.files(),
             overwrite: options.overwrite,
         };
-        core_save(&request, &options.core, &mut self::tick(tick.as_ref(), &raised))
+        core_save(&request, &options.core, progress)
+    };
+    let report = py.detach(|| {
+        refuse(deadline, &target)?;
+        within(deadline, &target, &mut self::tick(tick.as_ref(), &raised), job)
     });
     saved(py, &report.map_err(|error| to_python(&error, &raised))?)
 }

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::job::Progress;
 use fastckpt_core::snapshot::Layout;
 use fastckpt_core::sys::nice;
 use fastckpt_core::{Error, snapshot};
@@ -44,6 +47,11 @@ impl Memory {
         self.0.size()
     }
 
+    #[getter]
+    fn is_in_use(&self) -> bool {
+        self.0.is_in_use()
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         mapped(py.detach(|| self.0.close()))
     }
@@ -63,6 +71,8 @@ struct Part {
 struct Snapshot {
     core: snapshot::Snapshot,
     raised: Arc<Raised>,
+    /// Whether a save that was given up still has it.
+    is_left: AtomicBool,
 }
 
 #[pymethods]
@@ -83,7 +93,7 @@ impl Snapshot {
             let (groups, frozen) = (groups.clone(), frozen.clone());
             snapshot::Snapshot::new(state, Layout { groups, shard_size: *shard_size, frozen }, core)
         });
-        Ok(Self { core: mapped(core)?, raised })
+        Ok(Self { core: mapped(core)?, raised, is_left: AtomicBool::new(false) })
     }
 
     #[staticmethod]
@@ -98,7 +108,7 @@ impl Snapshot {
             Ok(snapshot::Part { content, bytes, joins: *joins != 0 })
         };
         let parts = parts.into_iter().zip(joins).enumerate().map(part).collect::<PyResult<_>>()?;
-        Ok(Self { core: snapshot::Snapshot::of_parts(parts), raised })
+        Ok(Self { core: snapshot::Snapshot::of_parts(parts), raised, is_left: AtomicBool::new(false) })
     }
 
     #[getter]
@@ -139,22 +149,37 @@ impl Snapshot {
         outcome.map_err(|error| to_python(&error, &self.raised))
     }
 
-    fn save<'py>(
-        &self,
-        py: Python<'py>,
+    fn save(
+        slf: Py<Self>,
+        py: Python<'_>,
         path: PathBuf,
-        options: &SaveOptions,
+        options: Py<SaveOptions>,
         tick: Option<Py<PyAny>>,
-    ) -> PyResult<Bound<'py, PyDict>> {
+    ) -> PyResult<Bound<'_, PyDict>> {
+        let (own, deadline, target) = (slf.get(), options.get().deadline, path.clone());
+        let job = {
+            let slf = slf.clone_ref(py);
+            move |progress: Progress<'_>| {
+                let options = options.get();
+                let (files, base) = (options.files(), options.base.as_deref());
+                slf.get().core.save(&path, &files, options.overwrite, base, &options.core, progress)
+            }
+        };
         let report = py.detach(|| {
-            let mut tick = self::tick(tick.as_ref(), &self.raised);
-            let (files, base) = (options.files(), options.base.as_deref());
-            self.core.save(&path, &files, options.overwrite, base, &options.core, &mut tick)
+            refuse(deadline, &target)?;
+            within(deadline, &target, &mut self::tick(tick.as_ref(), &own.raised), job)
         });
-        saved(py, &report.map_err(|error| to_python(&error, &self.raised))?)
+        saved(py, &report.map_err(|error| to_python(&error, &own.raised))?)
+    }
+
+    fn leave(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_left.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         // Freeing names and shapes by the hundred thousand needs no GIL.
         mapped(py.detach(|| self.core.close()))
     }

@@ -7,7 +7,6 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::content::{ON_ITS_WAY, files, in_training, is_ours, is_remnant};
@@ -15,7 +14,9 @@ use super::directory::id;
 use super::workspace::Workspace;
 use crate::error::{Error, LINK, Result};
 use crate::format::groups::is_shard_name;
+use crate::sys::calls::{self, Closing};
 use crate::sys::file::{Located, sync};
+use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags, Timespec, Timestamps};
 
 impl Workspace {
     /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
@@ -149,12 +150,15 @@ fn take(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> i
 /// Copies a file durably. If the file system shares blocks between files, the copy takes no space.
 fn copy(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
     let source = fs::openat(from, file, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-    let mut source = File::from(source);
+    let mut source = Closing::from(File::from(source));
     let about = source.metadata()?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let mut copy = File::from(fs::openat(to, name, flags, Mode::from_raw_mode(about.mode() & 0o777))?);
+    let copy = fs::openat(to, name, flags, Mode::from_raw_mode(about.mode() & 0o777))?;
+    let mut copy = Closing::from(File::from(copy));
     let mut transfer = || {
-        io::copy(&mut source, &mut copy)?;
+        let call = calls::on("copy", source.as_fd());
+        io::copy(&mut *source, &mut *copy)?;
+        drop(call);
         copy.set_modified(about.modified()?)?;
         sync(copy.as_fd())
     };

@@ -5,8 +5,6 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags, FileType, Stat};
-
 use super::content::files;
 use super::directory::{open_child, sync};
 use super::leftovers::{Finding, State, examine, remove, temporaries};
@@ -14,6 +12,7 @@ use super::names::{Temporary, parse_gathering};
 use super::unfinished::{Judged, judge, throw_away, unfinished};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
+use crate::sys::fs::{self, AtFlags, FileType, Stat};
 
 /// A directory under a temporary name in a directory of checkpoints.
 #[derive(Debug)]

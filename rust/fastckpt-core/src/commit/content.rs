@@ -4,13 +4,13 @@ use std::ffi::{CStr, CString, OsStr};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{entries, open_child, sync};
 use crate::format::groups::{self, ADAPTER, MODEL, TRAINING};
 use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
+use crate::sys::fs::{self, AtFlags, FileType};
 
 /// The file that torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest
 /// for them, and nothing here reads it.

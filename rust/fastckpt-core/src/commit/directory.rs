@@ -5,10 +5,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::{Errno, Result, retry_on_intr};
 
 use super::locks::is_nfs;
+use crate::sys::calls;
+use crate::sys::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, Stat, StatxFlags};
 
 /// How often to look again while other processes save to and remove the same name.
 pub(super) const TURNS: u8 = 100;
@@ -50,6 +51,7 @@ pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> 
 
 /// The inode number that a listing of `parent` gives for `name`.
 fn number_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<u64> {
+    let _call = calls::on("list", parent);
     let mut entries = Dir::read_from(parent).ok()?;
     entries.find_map(|entry| {
         let entry = entry.ok()?;
@@ -60,6 +62,7 @@ fn number_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<u64> {
 /// The entries of a directory.
 pub(super) fn entries(directory: BorrowedFd<'_>) -> Result<Vec<(CString, FileType)>> {
     let mut all = Vec::new();
+    let _call = calls::on("list", directory);
     for entry in Dir::read_from(directory)? {
         let entry = entry?;
         let name = entry.file_name();
@@ -79,6 +82,7 @@ pub(super) fn entries(directory: BorrowedFd<'_>) -> Result<Vec<(CString, FileTyp
 
 /// Whether a directory is empty. Stops at the first entry.
 pub(super) fn is_empty(directory: BorrowedFd<'_>) -> bool {
+    let _call = calls::on("list", directory);
     let is_real = |name: &std::ffi::CStr| name != c"." && name != c"..";
     Dir::read_from(directory)
         .is_ok_and(|mut all| all.all(|entry| entry.is_ok_and(|entry| !is_real(entry.file_name()))))

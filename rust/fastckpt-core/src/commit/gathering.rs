@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -28,6 +27,7 @@ use crate::format::groups::plain_name;
 use crate::format::manifest;
 use crate::sys::file::{Located, open_regular};
 use crate::sys::fork::Note;
+use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags};
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
 

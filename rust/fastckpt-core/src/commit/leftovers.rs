@@ -6,7 +6,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
-use rustix::fs::{self, AtFlags, FileType, Mode};
 use rustix::io::Errno;
 
 use super::content::{files, has_magic, in_training, is_ours, written};
@@ -15,6 +14,7 @@ use super::names::{Kind, Temporary, displaced_name};
 use super::owner::{Life, Verdict, judge};
 use crate::format::groups::TRAINING;
 use crate::format::manifest;
+use crate::sys::fs::{self, AtFlags, FileType, Mode};
 
 /// The temporary directories in `parent`.
 pub(super) fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {

@@ -5,8 +5,6 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, FileType};
-
 use super::content::files;
 use super::directory::{TURNS, entries, id, id_of, open_child, refresh};
 use super::names::{Kind, Temporary};
@@ -15,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::format::decode::{self, Head};
 use crate::format::manifest;
 use crate::sys::file::{open_directory, open_regular, read_at, stat};
+use crate::sys::fs::{self, AtFlags, FileType};
 
 /// A checkpoint in a directory.
 #[derive(Debug, Clone)]

@@ -2,8 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{self, major, minor};
-
+use crate::sys::fs::{self, major, minor};
 use crate::sys::mounts::{Mount, mounts};
 
 /// Which processes see a lock on a file of a file system.

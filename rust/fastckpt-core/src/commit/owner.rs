@@ -8,13 +8,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::OnceLock;
 
-use rustix::fs::{self, AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::locks::{Reach, reach};
 use crate::format::manifest;
+use crate::sys::fs::{self, AtFlags, Mode, OFlags};
 use crate::sys::lock;
 
 /// A process, as other processes can identify it.

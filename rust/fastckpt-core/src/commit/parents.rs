@@ -5,12 +5,12 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{self, Access, AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::sync;
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::sys::file::open_directory;
+use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
 
 /// Opens the directory `path`. Makes it, and the directories above it, where they are missing, and makes their names
 /// durable. Other processes may make the same ones meanwhile.

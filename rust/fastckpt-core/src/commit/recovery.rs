@@ -8,7 +8,6 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags};
 use rustix::io::Errno;
 
 use super::content::{has_magic, written};
@@ -18,6 +17,7 @@ use super::owner::{Life, Verdict, judge};
 use crate::error::{Error, Result};
 use crate::format::manifest;
 use crate::sys::file::open_directory;
+use crate::sys::fs::{self, AtFlags};
 
 /// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint in
 /// place. It does not wait if the writer is provably dead.

@@ -5,7 +5,6 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
-use rustix::fs::{self, FileType};
 use rustix::io::Errno;
 
 use super::content::{Files, files, has_magic, is_remnant};
@@ -15,6 +14,7 @@ use super::names::{Kind, Temporary, workspace_name};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
+use crate::sys::fs::{self, FileType};
 
 /// Whether the directory with these files stays because of one of them.
 type StaysWith<'a> = &'a dyn Fn(&Files, &CStr) -> bool;

@@ -6,7 +6,6 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{self, Access, AtFlags, FileType, Gid, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, id, sync};
@@ -16,6 +15,9 @@ use super::parents::open_or_make;
 use super::target::split_target;
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
+use crate::sys::fs::{
+    self, Access, AtFlags, FileType, Gid, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags,
+};
 use crate::sys::memory::Bytes;
 
 /// The name of the file in its workspace.

@@ -3,7 +3,6 @@
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd as _;
 
-use rustix::fs::{self, AtFlags, Mode, RenameFlags};
 use rustix::io::Errno;
 
 use super::content::{has_magic, sync_names};
@@ -14,6 +13,7 @@ use super::recovery::is_free;
 use super::target::{Old, examine, is_gone, look};
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
+use crate::sys::fs::{self, AtFlags, Mode, RenameFlags};
 
 /// What publishing reports.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]

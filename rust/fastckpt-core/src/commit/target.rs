@@ -4,7 +4,6 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, FileType, Stat, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 
 use super::content::{TORCH_METADATA, files, has_magic, in_training, is_ours, is_remnant};
@@ -14,6 +13,7 @@ use super::parents::{check_length, open_or_judge};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::format::groups::TRAINING;
+use crate::sys::fs::{self, AtFlags, FileType, Stat, StatxAttributes, StatxFlags};
 
 /// A directory that a save may replace.
 #[derive(Debug)]

@@ -6,8 +6,6 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
-use rustix::fs::{self, FileType, Mode, OFlags};
-
 use super::content::files;
 use super::directory::{Id, entries, id, id_of_renamed, open_child};
 use super::leftovers::{State, destroy};
@@ -15,6 +13,7 @@ use super::locks::{Reach, reach};
 use super::names::{Kind, Temporary, parse_gathering, workspace_name};
 use crate::format::manifest;
 use crate::sys::file::{open_regular, read_at};
+use crate::sys::fs::{self, FileType, Mode, OFlags};
 use crate::sys::lock;
 
 /// The file on which those that gather share a lock.

@@ -8,7 +8,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, OWNER, TURNS, id, id_of, open_child, refresh};
@@ -20,8 +19,10 @@ use super::target::{look, split_target};
 use super::unfinished::sweep_finished;
 use crate::error::{Error, Result, Visible};
 use crate::format::manifest;
+use crate::sys::calls::{self, Closing};
 use crate::sys::file::{open_directory, start_write_back, stat, sync};
 use crate::sys::fork::Note;
+use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags};
 use crate::sys::lock;
 
 /// A checkpoint that is being built beside its target path. The process that made the workspace, and those that joined
@@ -46,7 +47,7 @@ pub struct Workspace {
 #[derive(Debug)]
 pub(super) struct Own {
     /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
-    manifest: (Note, File),
+    manifest: (Note, Closing<File>),
     /// The directory that was current at the target path when the save began.
     pub(super) before: Option<Id>,
     /// The mode of that directory.
@@ -106,7 +107,7 @@ impl Workspace {
                         id,
                         overwrite,
                         own: Some(Own {
-                            manifest: (Note::new(manifest.as_fd()), manifest),
+                            manifest: (Note::new(manifest.as_fd()), manifest.into()),
                             before,
                             mode,
                             process: std::process::id(),
@@ -225,7 +226,7 @@ impl Workspace {
         let mut written = Vec::with_capacity(files.len());
         for (name, content) in files {
             let path = self.path_of(name);
-            let file = create(self.directory(), name).map_err(Error::io("create", &path))?;
+            let file = Closing::from(create(self.directory(), name).map_err(Error::io("create", &path))?);
             fill(&file, &path, content)?;
             written.push((file, path));
         }
@@ -313,7 +314,9 @@ fn create(directory: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
 }
 
 fn fill(mut file: &File, path: &Path, bytes: &[u8]) -> Result<()> {
+    let call = calls::on("write", file);
     file.write_all(bytes).map_err(Error::io("write", path))?;
+    drop(call);
     start_write_back(file.as_fd(), 0, bytes.len() as u64);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Memory that operations use one after another, because fresh memory is slower than a disk.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use crate::error::{Error, Result};
 use crate::sys::buffers::{Buffers, Dealer};
@@ -35,6 +35,12 @@ impl Memory {
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
+    }
+
+    /// Whether a snapshot or an operation has it, or it is closed.
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        self.mapping.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Hands the memory over.

@@ -3,6 +3,7 @@
 pub mod choice;
 pub mod content;
 mod cores;
+pub mod deadline;
 pub mod io;
 pub mod job;
 pub mod limiter;

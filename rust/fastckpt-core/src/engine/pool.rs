@@ -10,6 +10,7 @@ use super::job::TICK;
 use super::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result, panic_text};
 use crate::format::geometry::SINGLE;
+use crate::sys::calls::Calls;
 use crate::sys::nice;
 use crate::sys::sync::{AtomicUsize, Mutex, Ordering, current, park_timeout, scope};
 use crate::sys::thread::builder;
@@ -102,12 +103,13 @@ pub(super) fn in_threads(
     progress: &mut dyn FnMut(),
 ) -> (usize, Option<io::Error>) {
     let running = AtomicUsize::new(threads);
-    let caller = current();
+    let (caller, calls) = (current(), Calls::current());
     let (mut started, mut refused) = (0, None);
     scope(|scope| {
         for number in 0..threads {
-            let (running, caller) = (&running, &caller);
+            let (running, caller, calls) = (&running, &caller, calls.clone());
             let body = move || {
+                Calls::enter(calls);
                 work(number);
                 running.fetch_sub(1, Ordering::AcqRel);
                 caller.unpark();

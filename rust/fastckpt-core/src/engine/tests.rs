@@ -214,6 +214,14 @@ fn short_and_interrupted_transfers_go_on_where_they_stopped() {
 }
 
 #[test]
+fn what_is_refused_for_the_moment_for_ever_ends() {
+    let job = Blocks::<true>::new(BYTES, true);
+    let plan = FaultPlan::new(1, Fault::Errno(libc::EAGAIN), true);
+    let error = run(&job, &Memory::of(Vec::new()), 2, Some(&plan), &mut go_on).unwrap_err();
+    assert_eq!(error.errno(), Some(libc::EAGAIN));
+}
+
+#[test]
 fn direct_io_that_is_refused_in_mid_file_goes_through_the_page_cache_from_there() {
     // Four operations are in flight when the refusal comes.
     for (blocks, before, counted) in [(4, 0, (3, 1)), (4, 2, (3, 1)), (8, 0, (3, 5)), (8, 5, (5, 3))] {

@@ -415,9 +415,12 @@ impl<J: Job> Worker<'_, '_, J> {
                 Ok(transfer.missing() == 0)
             }
             Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => {
+                Some(libc::EINTR) => {
                     self.lane.retried();
-                    thread::yield_now();
+                    Ok(false)
+                }
+                Some(libc::EAGAIN) if transfer.backoff.wait() => {
+                    self.lane.retried();
                     Ok(false)
                 }
                 Some(libc::EINVAL) if direct && !self.shared.strict => {

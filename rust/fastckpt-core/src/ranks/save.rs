@@ -349,12 +349,17 @@ impl RankSave {
         |done, total| !self.closing.load(Ordering::Relaxed) && progress(done, total)
     }
 
-    /// Ends the save: stops all threads and the mail, and leaves the workspace; the coordinator's is removed, unless it
-    /// was committed, and then the replaced checkpoint is. Nothing reads this rank's memory when this returns.
-    /// `committed` is whether the coordinator did, for the live counters.
-    pub fn close(&self, committed: bool) {
+    /// Has all threads and the mail stop.
+    pub fn stop(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");
+    }
+
+    /// Ends the save: stops it, and leaves the workspace; the coordinator's is removed, unless it was committed, and then
+    /// the replaced checkpoint is. Nothing reads this rank's memory when this returns. `committed` is whether the
+    /// coordinator did, for the live counters.
+    pub fn close(&self, committed: bool) {
+        self.stop();
         self.prepared().workspace = None;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)

@@ -4,8 +4,6 @@
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags};
-
 use super::compare::{counterparts, unchanged};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
@@ -21,6 +19,7 @@ use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
 use crate::sys::file::{changed, open_regular, sync};
 use crate::sys::fork::Held;
+use crate::sys::fs::{self, AtFlags};
 
 /// The bytes of a linked file are read about once in this many saves, because a disk can lose bytes without a write. In
 /// between, its inode and its time of modification vouch for them.

@@ -12,6 +12,7 @@ use crate::format::decode;
 use crate::format::index;
 use crate::format::layout::Plan;
 use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry};
+use crate::sys::calls;
 use crate::telemetry::{Operation, Phase};
 
 /// The figures of a save.
@@ -95,6 +96,7 @@ pub(crate) fn finish(
     if !progress(total, total) {
         return Err(Error::Interrupted);
     }
+    calls::final_calls();
     let (published, displaced) = workspace.publish_beside_old()?;
     let committed = Committed {
         bytes,

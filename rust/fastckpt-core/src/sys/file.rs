@@ -7,11 +7,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
+use super::calls::{self, Closing};
 use super::fork::Held;
+use super::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use super::memory::{Bytes, MOST_VECTORS};
 
 /// The alignment of address, offset and length that puts I/O on the fast path of every file system met so far. ext4
@@ -151,8 +152,8 @@ fn blocking_again(fd: BorrowedFd<'_>) {
 
 /// Opens the regular file `name` inside `directory` for reading through the page cache. Returns it with its length in
 /// bytes.
-pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedFd, u64)> {
-    let fd = open_beneath(directory, name, OFlags::empty())?;
+pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(Closing<OwnedFd>, u64)> {
+    let fd = Closing::from(open_beneath(directory, name, OFlags::empty())?);
     let stat = fs::fstat(&fd)?;
     blocking_again(fd.as_fd());
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -166,6 +167,7 @@ pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedF
 pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < buf.len() {
+        let _call = calls::on("read", fd);
         match retry_on_intr(|| rustix::io::pread(fd, &mut buf[done..], offset + done as u64))? {
             0 => break,
             moved => done += moved,
@@ -257,7 +259,7 @@ impl DataFile {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let file = Located::make(directory, name)?;
         let mode = Mode::from_raw_mode(0o666);
-        let fd = retry_on_intr(|| fs::openat(file.directory(), file.name, flags, mode))?;
+        let fd = Closing::from(retry_on_intr(|| fs::openat(file.directory(), file.name, flags, mode))?);
         allocate(fd.as_fd(), 0..len, STEP, go_on)
     }
 
@@ -267,7 +269,7 @@ impl DataFile {
     }
 
     fn pair(
-        cached: OwnedFd,
+        cached: impl Into<Held>,
         direct: bool,
         open: impl FnOnce(OFlags) -> io::Result<OwnedFd>,
     ) -> io::Result<Self> {
@@ -396,6 +398,7 @@ impl DataFile {
 
     /// Reads at `offset` into `bufs`, one after another. Returns the number of bytes read.
     pub fn read_at(&self, direct: bool, bufs: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        let _call = calls::on("read", self.fd(direct));
         Ok(match bufs {
             [one] => rustix::io::pread(self.fd(direct), &mut **one, offset)?,
             all => rustix::io::preadv(self.fd(direct), all, offset)?,
@@ -450,6 +453,7 @@ fn is_in_user_space(fd: BorrowedFd<'_>) -> bool {
 /// Closes a duplicate of `fd`. A daemon may send written bytes only then, and the close reports a failure.
 fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
     let twin = fd.try_clone_to_owned()?;
+    let _call = calls::on("close", fd);
     // SAFETY: the descriptor was owned here, and is given up.
     let closed = unsafe { libc::close(twin.into_raw_fd()) };
     match io::Error::last_os_error() {
@@ -469,6 +473,7 @@ pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
 
 /// Writes `bufs`, one after another, at `offset`: as many as the kernel takes at once.
 fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFlags) -> Result<usize, Errno> {
+    let _call = calls::on("write", fd);
     let (fd, flags) = (fd.as_raw_fd(), flags.bits().cast_signed());
     let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
     let written = match bufs {

@@ -12,6 +12,8 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
+use super::calls::Closing;
+
 const FREE: i32 = -1;
 
 /// Twice the usual limit of open files per process. If the table is full, a descriptor is inherited.
@@ -84,11 +86,12 @@ extern "C" fn in_child() {
 pub struct Held {
     // Before the descriptor: once a number is closed, another file may get it at any time.
     _note: Note,
-    fd: OwnedFd,
+    fd: Closing<OwnedFd>,
 }
 
-impl From<OwnedFd> for Held {
-    fn from(fd: OwnedFd) -> Self {
+impl<T: Into<Closing<OwnedFd>>> From<T> for Held {
+    fn from(fd: T) -> Self {
+        let fd = fd.into();
         Self { _note: Note::new(fd.as_fd()), fd }
     }
 }

@@ -4,9 +4,11 @@
 pub mod array;
 pub mod buffers;
 pub mod cachestat;
+pub mod calls;
 pub mod dealt;
 pub mod file;
 pub mod fork;
+pub mod fs;
 pub mod gather;
 pub mod lock;
 pub mod map;

@@ -7,9 +7,11 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use io_uring::{IoUring, Probe, opcode, types};
 
+use super::calls::{self, Noted};
 use super::fork::Note;
 use super::gather::Buf;
 use super::memory::MOST_VECTORS;
+use super::thread::Backoff;
 
 /// Entries of a ring. There are few, because the kernel counts them against the user's `RLIMIT_MEMLOCK`, all ranks
 /// together.
@@ -120,6 +122,8 @@ impl<T: Payload> Ring<T> {
 
     /// Submits the queue and waits for `want` completions.
     fn enter(&mut self, want: usize) -> io::Result<()> {
+        let _call = self.slots.iter().flatten().next().map(|first| noted(&first.payload)).transpose()?;
+        let mut backoff = Backoff::default();
         loop {
             match self.inner.submit_and_wait(want) {
                 Ok(_) => return Ok(()),
@@ -129,7 +133,9 @@ impl<T: Payload> Ring<T> {
                     if want == 0 || !self.inner.completion().is_empty() {
                         return Ok(()); // what stays queued goes with the next entry
                     }
-                    std::thread::yield_now();
+                    if !backoff.wait() {
+                        return Err(error);
+                    }
                 }
                 Err(error) => return Err(error),
             }
@@ -155,6 +161,11 @@ impl<T: Payload> Ring<T> {
             return Ok(Some((done.payload, result)));
         }
     }
+}
+
+/// Notes a call that waits for an operation.
+fn noted(payload: &impl Payload) -> io::Result<Noted> {
+    Ok(calls::on(if payload.is_write() { "write" } else { "read" }, payload.fd()?))
 }
 
 /// One stretch of memory, in the form that the kernel takes.

@@ -11,6 +11,7 @@ use super::codes::{DONE, FAILED, Kind, Phase, WHOLE};
 use super::layout::{BUCKETS, OperationSlot, Record, Segment, UNSEEN};
 use super::{process, seqlock, target};
 use crate::environment::Environment;
+use crate::sys::fs::{self, AtFlags, StatxFlags};
 
 /// The width of the time window in which an operation's peak throughput is measured.
 const PEAK_WINDOW: Duration = Duration::from_secs(1);
@@ -126,7 +127,9 @@ impl Operation {
         operation.closing().path.clone_from(&absolute);
         let device = path.parent().and_then(|parent| {
             let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-            rustix::fs::stat(parent).ok()
+            // What is known of it will do: nobody waits for storage that does not answer.
+            let known = AtFlags::STATX_DONT_SYNC;
+            fs::statx(fs::CWD, parent, known, StatxFlags::empty()).ok()
         });
         operation.write(|slot| {
             slot.kind.store(kind as u32, Relaxed);
@@ -145,7 +148,8 @@ impl Operation {
             }
             slot.t_start_mono_ns.store(begin, Relaxed);
             slot.t_phase_mono_ns.store(begin, Relaxed);
-            slot.st_dev.store(device.map_or(0, |stat| stat.st_dev), Relaxed);
+            slot.st_dev
+                .store(device.map_or(0, |stat| fs::makedev(stat.stx_dev_major, stat.stx_dev_minor)), Relaxed);
             slot.step.store(call.step.unwrap_or(-1), Relaxed);
             slot.target.store(target, Relaxed);
             slot.label.set(&path.file_name().unwrap_or_default().to_string_lossy());

@@ -10,6 +10,7 @@ use crate::engine::path::{IoPath, Reason};
 use crate::format::geometry::{self, PAGE};
 use crate::sys::gather::{Buf, Part};
 use crate::sys::ring::Payload;
+use crate::sys::thread::Backoff;
 
 /// A block that moves in one or more operations. It owns its file and its memory meanwhile.
 ///
@@ -42,6 +43,8 @@ pub struct Transfer {
     pub reason: Reason,
     /// Bytes of tensors that the processor copied for it.
     pub copied: u64,
+    /// How often its operation was refused for the moment.
+    pub backoff: Backoff,
     /// When the operation in flight was submitted, on the clock of the worker's counters.
     pub submitted: u64,
 }
@@ -72,6 +75,7 @@ impl Transfer {
             path,
             reason,
             copied: 0,
+            backoff: Backoff::default(),
             submitted: 0,
         }
     }
@@ -103,6 +107,7 @@ impl Transfer {
 
     /// Notes that the current operation moved `moved` bytes.
     pub fn advance(&mut self, moved: usize) {
+        self.backoff = Backoff::default();
         if self.tail.is_empty() {
             self.done += moved;
         } else {

@@ -1,0 +1,179 @@
+//! Saves that end although storage never answers.
+//!
+//! A call that storage does not answer cannot be ended: its thread stays in the kernel, which may still read the memory
+//! and write to the file. So the whole save runs in a thread of its own that owns all it needs: memory, files, locks.
+//! The caller waits for it, and leaves it alone once its calls hang (see [`crate::sys::calls`]). Should storage answer
+//! after all, the save finds at its next sign of life that nobody waits for it, and clears its traces away.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use super::job::{Progress, TICK};
+use crate::error::{Error, Given, Result, panic_text};
+use crate::sys::calls::{Calls, Hanging};
+use crate::sys::thread::builder;
+use crate::telemetry;
+
+/// The directories in which checkpoints were to be saved whose saves were given up, in which process, and their calls,
+/// which are there as long as one of their threads is.
+static GIVEN_UP: Mutex<Vec<(PathBuf, u32, Weak<Calls>)>> = Mutex::new(Vec::new());
+
+/// What a job sends to its caller.
+enum Word<T> {
+    /// A sign of life, which has to be answered.
+    Done(u64, u64),
+    /// The end.
+    End(Result<T>),
+}
+
+/// Runs `job`, a step of a save to `path`. With a `deadline` it fails once a call to storage has not ended, and none of
+/// the others has, for as long. Then the job is left to itself, and it must own all that it uses; see also [`refuse`].
+pub fn within<T: Send + 'static>(
+    deadline: Option<Duration>,
+    path: &Path,
+    progress: Progress<'_>,
+    job: impl FnOnce(Progress<'_>) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let Some(deadline) = deadline else { return job(progress) };
+    let calls = Arc::new(Calls::default());
+    let (words, heard) = channel();
+    let (answers, answered) = channel();
+    // If no thread can start, the caller still has it.
+    let job = Arc::new(Mutex::new(Some(job)));
+    let body = {
+        let (job, calls) = (Arc::clone(&job), Arc::clone(&calls));
+        move || {
+            Calls::enter(Some(calls));
+            let job = lock(&job).take();
+            if let Some(job) = job {
+                let mut tell = |done, total| {
+                    words.send(Word::Done(done, total)).is_ok() && answered.recv().unwrap_or(false)
+                };
+                let outcome = catch_unwind(AssertUnwindSafe(|| job(&mut tell)));
+                let outcome = outcome.unwrap_or_else(|panic| Err(Error::Panic(panic_text(&*panic))));
+                let _ = words.send(Word::End(outcome));
+            }
+        }
+    };
+    if builder().name("fastckpt-save".to_owned()).spawn(body).is_err() {
+        let job = lock(&job).take();
+        return job.map_or(Err(Error::Interrupted), |job| job(progress));
+    }
+    drop(job);
+    let ended = wait((&heard, &answers), &calls, deadline, progress);
+    ended.unwrap_or_else(|Hanging { operation, path: file, since }| {
+        let directory = path.parent().unwrap_or(path);
+        lock(&GIVEN_UP).push((directory.to_owned(), std::process::id(), Arc::downgrade(&calls)));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        telemetry::warn(&format!("storage hangs: gave up the save of {name}"));
+        let end = if calls.in_final_calls() { Given::UpAtTheEnd } else { Given::Up };
+        Err(Error::Hangs { operation, path: file, seconds: since.as_secs_f64(), end })
+    })
+}
+
+/// Waits for a job: its outcome, or the call that hangs.
+fn wait<T>(
+    (heard, answers): (&Receiver<Word<T>>, &Sender<bool>),
+    calls: &Calls,
+    deadline: Duration,
+    progress: Progress<'_>,
+) -> std::result::Result<Result<T>, Hanging> {
+    let (mut last, mut go_on) = ((0, 0), true);
+    loop {
+        match heard.recv_timeout(TICK) {
+            Ok(Word::End(outcome)) => return Ok(outcome),
+            Ok(Word::Done(done, total)) => {
+                last = (done, total);
+                go_on = go_on && progress(done, total);
+                let _ = answers.send(go_on);
+            }
+            Err(RecvTimeoutError::Timeout) => go_on = go_on && progress(last.0, last.1),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Err(Error::Interrupted)),
+        }
+        if let Some(hanging) = calls.hanging(deadline) {
+            return Err(hanging);
+        }
+    }
+}
+
+/// For a save to `path` that begins: with a deadline, it fails at once if one to the same directory was given up whose
+/// calls still hang.
+pub fn refuse(deadline: Option<Duration>, path: &Path) -> Result<()> {
+    // Another thread may have had the lock when this process was forked.
+    let Ok(mut all) = GIVEN_UP.try_lock() else { return Ok(()) };
+    all.retain(|(_, process, calls)| *process == std::process::id() && calls.strong_count() > 0);
+    let mut here = all.iter().filter(|(at, ..)| deadline.is_some() && Some(&**at) == path.parent());
+    let hanging = here.find_map(|(.., calls)| calls.upgrade()?.hanging(Duration::ZERO));
+    hanging.map_or(Ok(()), |Hanging { operation, path, since }| {
+        Err(Error::Hangs { operation, path, seconds: since.as_secs_f64(), end: Given::NotBegun })
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::sys::calls;
+
+    const SHORT: Option<Duration> = Some(Duration::from_millis(1));
+
+    #[test]
+    fn a_job_that_answers_ends_as_without_a_deadline() {
+        for deadline in [None, SHORT] {
+            let mut asked = Vec::new();
+            let mut progress = |done, total| {
+                asked.push((done, total));
+                done < 2
+            };
+            let job = |progress: Progress<'_>| Ok((1..4).map(|done| progress(done, 3)).collect::<Vec<_>>());
+            // Nothing that it does is a call to storage, whatever it takes.
+            assert_eq!(
+                within(deadline, Path::new("/c/d"), &mut progress, job).unwrap(),
+                [true, false, false]
+            );
+            assert_eq!(asked[..2], [(1, 3), (2, 3)]);
+        }
+        let job = |_: Progress<'_>| -> Result<()> { panic!("told") };
+        let error = within(SHORT, Path::new("/c/d"), &mut |_, _| true, job).unwrap_err();
+        assert!(matches!(&error, Error::Panic(text) if text == "told"), "{error}");
+    }
+
+    #[test]
+    fn a_job_whose_calls_hang_is_left_and_hears_of_it() {
+        let (path, elsewhere) = (Path::new("/hangs/d"), Path::new("/other/d"));
+        let (release, held) = channel::<()>();
+        let went_on = Arc::new(AtomicBool::new(true));
+        let job = {
+            let went_on = Arc::clone(&went_on);
+            move |progress: Progress<'_>| {
+                let call = calls::at("rename", None, || "/hangs/file".into());
+                let _ = held.recv();
+                drop(call);
+                went_on.store(progress(1, 1), Ordering::Relaxed);
+                Ok(())
+            }
+        };
+        let error = within(SHORT, path, &mut |_, _| true, job).unwrap_err();
+        assert!(
+            error.to_string().starts_with("cannot rename `/hangs/file`: the storage has not answered for")
+        );
+        assert_eq!(error.errno(), Some(libc::ETIMEDOUT));
+        let error = refuse(SHORT, path).unwrap_err();
+        assert!(matches!(error, Error::Hangs { end: Given::NotBegun, .. }), "{error}");
+        refuse(SHORT, elsewhere).unwrap();
+        refuse(None, path).unwrap();
+        drop(release);
+        while refuse(SHORT, path).is_err() || Arc::strong_count(&went_on) > 1 {
+            std::thread::yield_now();
+        }
+        assert!(!went_on.load(Ordering::Relaxed));
+    }
+}

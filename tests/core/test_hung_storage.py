@@ -1,0 +1,155 @@
+"""Storage that never answers a call, and a kernel that never takes one: the save ends, and the program goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt.exceptions import DeadlineError
+from harness import mounts, programs, strace, zygote
+
+pytestmark = pytest.mark.root
+
+#: What is left unanswered, what the error calls it, and the file that it names.
+CALLS = [
+    ("mkdir", "make", ".c.tmp-"),
+    ("open", "open", "model.safetensors"),
+    ("write", "write", "model.safetensors"),
+    ("fsync", "sync", "/"),
+    ("flush", "close", "model.safetensors"),
+    ("rename", "rename", ".c.tmp-"),
+]
+STATE = {"model": {"w": np.arange(300_000.0)}}
+
+
+@pytest.fixture(scope="module")
+def storage():
+    with mounts.hanging() as hanging:
+        yield hanging
+
+
+def threads():
+    """Our threads of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text(encoding="ascii").strip())
+    return [name for name in names if name.startswith("fastckpt")]
+
+
+def until(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def saved(path, deadline, engine="auto", *, background=False):
+    io = fastckpt.IO(engine, deadline=deadline)
+    if background:
+        return fastckpt.save_async(STATE, path, io=io).result()
+    return fastckpt.save(STATE, path, io=io)
+
+
+def given_up(storage, directory, request, call, **how):
+    """The error of a save whose ``request`` is not answered, and its directory.
+
+    On a busy machine a call that is answered may be late, too: then with more patience.
+    """
+    point, hang = storage
+    for number in itertools.count():
+        place = point / f"{directory}-{number}"
+        place.mkdir()
+        hang(request)
+        with pytest.raises(DeadlineError) as caught:
+            saved(place / "c", 0.2 * 4**number, **how)
+        if f"cannot {call} `" in str(caught.value) or number == 4:
+            return caught.value, place
+        hang()
+    raise AssertionError
+
+
+def ended():
+    """All threads have ended: the storage answers."""
+    until(lambda: not threads())
+
+
+@pytest.mark.parametrize(("request_", "call", "name"), CALLS)
+def test_the_error_names_the_call_and_the_file(storage, request_, call, name):
+    background = request_ in {"open", "fsync"}
+    engine = {"write": "uring", "flush": "threads"}.get(request_, "auto")
+    error, place = given_up(storage, request_, request_, call, background=background, engine=engine)
+    assert f"cannot {call} `{place}" in str(error)
+    assert name in error.filename
+    assert (error.errno, isinstance(error, TimeoutError)) == (errno.ETIMEDOUT, False)
+    assert ("may be there" in str(error)) == (request_ == "rename")
+    assert threads()
+    # Nothing more waits for that storage, and other storage works.
+    with pytest.raises(DeadlineError, match="has not begun"):
+        saved(place / "d", 1000.0, background=True)
+    _, hang = storage
+    hang()
+    ended()
+    left = [entry.name for entry in place.iterdir()]
+    assert left == (["c"] if request_ == "rename" else [])
+    saved(place / "c", 1000.0)
+    assert (fastckpt.load(place / "c")["model"]["w"] == STATE["model"]["w"]).all()
+
+
+@pytest.mark.parametrize("engine", ["threads", "buffered"])
+def test_engines_and_elsewhere(storage, engine, tmp_path):
+    error, place = given_up(storage, engine, "write", "write", engine=engine, background=True)
+    assert "nothing of it gets the checkpoint's name" in str(error)
+    # The snapshot that is still read is not the one of the next save.
+    for number in range(2):
+        pending = fastckpt.save_async({"model": {"w": STATE["model"]["w"] + number}}, tmp_path / f"{number}")
+        pending.result()
+        assert fastckpt.load(tmp_path / f"{number}")["model"]["w"][7] == 7 + number
+    _, hang = storage
+    hang()
+    ended()
+    assert not any(place.iterdir())
+
+
+GOES_ON = """
+import sys
+import fastckpt
+try:
+    fastckpt.save_async({"step": 7}, sys.argv[1], io=fastckpt.IO(deadline=0.3))
+except fastckpt.exceptions.DeadlineError:
+    print("training goes on")
+"""
+
+
+def test_the_call_comes_back_and_the_process_ends(storage, children, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(GOES_ON, encoding="utf-8")
+    with mounts.unanswering(storage[0]):
+        done = programs.run(children, [script, storage[0] / "c"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "training goes on\n", "")
+
+
+def test_what_the_kernel_refuses_for_the_moment_is_tried_again_and_then_given_up(children, tmp_path):
+    for when, works in (("1..4", True), ("2+", False)):
+        path = tmp_path / str(works)
+        child = children.start("save_held", path=str(path), index=1, io="uring", threads=1)
+        child.next()
+        refuse = strace.injection("io_uring_enter", "error=EAGAIN", when)
+        with strace.attached(child.pid, tmp_path / "log", "io_uring_enter", refuse) as trace:
+            child.go()
+            end = child.outcome()
+            calls = trace.calls()
+        assert sum(call.injected for call in calls) >= 4
+        assert isinstance(end, zygote.Raised) != works
+        if not works:
+            assert (end.kind, end.errno) == ("BlockingIOError", errno.EAGAIN)
+            assert "refused it for two seconds" in end.text
+            assert len(calls) < 100
+            assert not path.exists()
