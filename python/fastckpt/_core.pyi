@@ -522,10 +522,11 @@ class Snapshot:
 
         ``frozen`` was given when the files were laid out.
         """
-    def leave(self) -> None:
-        """Keep the memory until nothing has this any more: a save that was given up may still read it."""
+    @property
+    def is_left(self) -> bool:
+        """Whether a save that was given up may still read it: its memory stays until nothing has this any more."""
     def close(self) -> None:
-        """Give the memory back, and release all other resources; nothing of that after ``leave``."""
+        """Give the memory back, and release all other resources; nothing of that if it ``is_left``."""
 
 @final
 class LogicalType:

@@ -106,11 +106,12 @@ def threads_started(children, directory, **options):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_threads_are_a_budget(children, tmp_path, lazy, strided):
-    # One more is that of Python, which waits for the others.
+    # More are that of Python, which waits for the others, and those to which calls that hang would be left: that of the
+    # check at the call, and that of the save.
     assert threads_started(children, tmp_path, threads=1, lazy=lazy, strided=strided) == {
         "copy": 1,
         "write": 1,
-        "more": 1,
+        "more": 3,
     }
 
 
@@ -118,7 +119,7 @@ def test_threads_beyond_a_budget_are_noticed(children, tmp_path):
     assert threads_started(children, tmp_path, threads=2, lazy=False, strided=True) == {
         "copy": 2,
         "write": 2,
-        "more": 1,
+        "more": 3,
     }
 
 

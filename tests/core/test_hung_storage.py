@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
+import re
 import time
 from pathlib import Path
 
@@ -30,9 +32,16 @@ STATE = {"model": {"w": np.arange(300_000.0)}}
 
 
 @pytest.fixture(scope="module")
-def storage():
+def mounted():
     with mounts.hanging() as hanging:
         yield hanging
+
+
+@pytest.fixture
+def storage(mounted):
+    yield mounted
+    _, hang = mounted
+    hang()
 
 
 def threads():
@@ -118,22 +127,77 @@ def test_engines_and_elsewhere(storage, engine, tmp_path):
     assert not any(place.iterdir())
 
 
+def test_a_save_that_is_cancelled_while_storage_hangs_has_failed(storage, tmp_path):
+    point, hang = storage
+    for number in itertools.count():
+        place = point / f"cancelled-{number}"
+        place.mkdir()
+        hang("write")
+        pending = fastckpt.save_async(STATE, place / "c", io=fastckpt.IO(deadline=0.2 * 4**number))
+        until(lambda: any(place.glob(".c.tmp-*/model.safetensors")))  # noqa: B023 - called here
+        time.sleep(0.05 * 4**number)
+        # Something is left of it. On a busy machine it may be cancelled before it writes.
+        if not pending.cancel() or number == 4:
+            break
+    with pytest.raises(DeadlineError, match="cannot write"):
+        pending.result()
+    # Its snapshot is not that of the next save.
+    fastckpt.save_async({"w": np.zeros(300_000)}, tmp_path / "d").result()
+    hang()
+    ended()
+    assert not any(place.iterdir())
+
+
+def test_a_manager_goes_on(storage):
+    point, hang = storage
+    place = point / "managed"
+    io = fastckpt.IO(deadline=3.0)
+    with fastckpt.Manager(place, keep=1, stale="ignore", save_options={"io": io}) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+            manager.wait()
+        hang("mkdir")
+        manager.save(3, STATE)
+        with pytest.raises(DeadlineError, match="cannot make"):
+            manager.wait()
+        with pytest.raises(DeadlineError, match="has not begun"):
+            manager.save(4, STATE)
+        hang()
+        ended()
+        manager.save(5, STATE)
+        assert manager.wait().step == 5
+    assert sorted(one.name for one in place.iterdir() if one.is_dir()) == ["step-00000005"]
+
+
 GOES_ON = """
+import os
 import sys
+from pathlib import Path
 import fastckpt
+from fastckpt_top import segment
+fastckpt.save({"step": 6}, sys.argv[2])
 try:
     fastckpt.save_async({"step": 7}, sys.argv[1], io=fastckpt.IO(deadline=0.3))
 except fastckpt.exceptions.DeadlineError:
     print("training goes on")
+(counters,) = Path(os.environ["FASTCKPT_TOP_DIR"]).glob("*.seg")
+print(segment.decode(counters.read_bytes()).process.warning)
 """
 
 
 def test_the_call_comes_back_and_the_process_ends(storage, children, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(GOES_ON, encoding="utf-8")
+    counters = tmp_path / "counters"
+    counters.mkdir(mode=0o700)
     with mounts.unanswering(storage[0]):
-        done = programs.run(children, [script, storage[0] / "c"])
-    assert (done.returncode, done.stdout, done.stderr) == (0, "training goes on\n", "")
+        command = [script, storage[0] / "c", tmp_path / "d"]
+        done = programs.run(children, command, env=os.environ | {"FASTCKPT_TOP_DIR": str(counters)})
+    assert (done.returncode, done.stderr) == (0, "")
+    on, seen = done.stdout.splitlines()
+    assert on == "training goes on"
+    # What the monitor shows.
+    assert re.match(rf"given up: hangs since [0-9:]{{8}}Z in [a-z ]+: (c$|{storage[0].name[:16]})", seen)
 
 
 def test_what_the_kernel_refuses_for_the_moment_is_tried_again_and_then_given_up(children, tmp_path):

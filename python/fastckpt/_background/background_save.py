@@ -14,7 +14,6 @@ from fastckpt._api import in_flight
 from fastckpt._api.outcome import logger
 from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
-from fastckpt.exceptions import DeadlineError
 
 from .claim import Claim
 from .nice import granted
@@ -210,8 +209,7 @@ class BackgroundSave:
         counters = self.request.counters
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
-        if isinstance(error, DeadlineError):
+        if self.snapshot.is_left:
             # Its memory is given back when nothing has it any more.
-            self.snapshot.leave()
             self.pending._snapshot = None
         self.staging.close()

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use fastckpt_core::Error;
-use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyException, PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 pyo3::import_exception!(fastckpt.exceptions, CheckpointError);
@@ -15,9 +15,13 @@ pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
 
 /// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause, and is returned unchanged; so
-/// is one that a store raised.
+/// is one that a store raised. If the storage hangs, what was to stop the save goes on, so only Ctrl-C and its like, which
+/// concern the program, come before that.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
-    if let Some(own) = raised.take() {
+    let hangs = matches!(error, Error::Hangs { .. });
+    if let Some(own) = raised.take()
+        && !(hangs && Python::attach(|py| own.is_instance_of::<PyException>(py)))
+    {
         return own;
     }
     if let Error::Io { source, .. } = error

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use fastckpt_core::Error;
-use fastckpt_core::engine::deadline::within;
+use fastckpt_core::engine::deadline::{given_up, within};
 use fastckpt_core::engine::job::Progress;
 use fastckpt_core::ranks::{self, Sums};
 use pyo3::prelude::*;
@@ -18,6 +18,7 @@ use crate::ranks_save::{Part, held_by};
 use crate::report::tick;
 use crate::save::SaveOptions;
 use crate::share::{Kind, Share};
+use crate::snapshot::leave;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -29,7 +30,7 @@ pub(crate) struct RankBase {
     /// Whether a step that was given up still has it.
     is_left: AtomicBool,
     /// What keeps the memory of the parts alive.
-    _keep: Option<Py<PyAny>>,
+    keep: Option<Py<PyAny>>,
 }
 
 impl RankBase {
@@ -52,7 +53,10 @@ impl RankBase {
         let (own, job) = (slf.get(), slf.clone().unbind());
         let job = move |progress: Progress<'_>| action(&job.get().core, progress);
         let outcome = slf.py().detach(|| within(own.deadline, path, progress, job));
-        own.is_left.fetch_or(matches!(outcome, Err(Error::Hangs { .. })), Ordering::Relaxed);
+        if given_up(&outcome) {
+            own.is_left.store(true, Ordering::Relaxed);
+            own.keep.as_ref().map(leave);
+        }
         outcome.map_err(|error| to_python(&error, &own.raised))
     }
 }
@@ -77,7 +81,7 @@ impl RankBase {
             .detach(|| ranks::RankBase::new(Arc::clone(table), rank, held, options.core.clone()))
             .map_err(|error| to_python(&error, &raised))?;
         let SaveOptions { overwrite, deadline, .. } = *options;
-        Ok(Self { core, overwrite, deadline, raised, is_left: AtomicBool::new(false), _keep: keep })
+        Ok(Self { core, overwrite, deadline, raised, is_left: AtomicBool::new(false), keep })
     }
 
     fn open<'py>(slf: &Bound<'py, Self>, path: PathBuf) -> PyResult<Option<Bound<'py, PyBytes>>> {

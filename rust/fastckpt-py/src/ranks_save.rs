@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use fastckpt_core::Error;
-use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::deadline::{given_up, refuse, within};
 use fastckpt_core::engine::job::Progress;
 use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::ranks::{self, Cell, Commit, Committed, Figures, Held, Table, pieces};
@@ -24,6 +24,7 @@ use crate::ranks_base::RankBase;
 use crate::report::{tick, to_dict};
 use crate::save::SaveOptions;
 use crate::share::Share;
+use crate::snapshot::leave;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -117,7 +118,10 @@ impl RankSave {
         let (deadline, target) = (own.options.get().deadline, own.target.get());
         let target = target.cloned().unwrap_or_default();
         let outcome = slf.py().detach(|| within(deadline, &target, progress, job));
-        own.is_left.fetch_or(matches!(outcome, Err(Error::Hangs { .. })), Ordering::Relaxed);
+        if given_up(&outcome) {
+            own.is_left.store(true, Ordering::Relaxed);
+            own.keep.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(leave);
+        }
         outcome
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fastckpt_core::engine::deadline::{refuse, within};
+use fastckpt_core::engine::deadline::{given_up, refuse, within};
 use fastckpt_core::engine::job::Progress;
 use fastckpt_core::snapshot::Layout;
 use fastckpt_core::sys::nice;
@@ -73,6 +73,15 @@ struct Snapshot {
     raised: Arc<Raised>,
     /// Whether a save that was given up still has it.
     is_left: AtomicBool,
+}
+
+/// A save that was given up still reads `kept`: if it is a snapshot, its memory stays until nothing has it any more.
+pub(crate) fn leave(kept: &Py<PyAny>) {
+    Python::attach(|py| {
+        if let Ok(snapshot) = kept.bind(py).cast::<Snapshot>() {
+            snapshot.get().is_left.store(true, Ordering::Relaxed);
+        }
+    });
 }
 
 #[pymethods]
@@ -169,11 +178,13 @@ impl Snapshot {
             refuse(deadline, &target)?;
             within(deadline, &target, &mut self::tick(tick.as_ref(), &own.raised), job)
         });
+        own.is_left.fetch_or(given_up(&report), Ordering::Relaxed);
         saved(py, &report.map_err(|error| to_python(&error, &own.raised))?)
     }
 
-    fn leave(&self) {
-        self.is_left.store(true, Ordering::Relaxed);
+    #[getter]
+    fn is_left(&self) -> bool {
+        self.is_left.load(Ordering::Relaxed)
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

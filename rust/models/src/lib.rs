@@ -21,6 +21,10 @@ pub mod format {
 }
 
 pub mod sys {
+    pub(crate) mod calls {
+        pub(crate) use fastckpt_core::sys::calls::Calls;
+    }
+
     pub mod nice {
         pub(crate) fn apply(_: Option<u8>) -> std::io::Result<()> {
             Ok(())

@@ -92,7 +92,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
     if stalled is not None:  # a wait is counted when it ends
         silent = look.tracks[proc.key].silent_s(proc, look.mono) >= HEARTBEAT_STALL_S
-        kind, share = derive.held(track, silent=silent), None
+        kind, share = "disk" if track.hangs else derive.held(track, silent=silent), None
     made = replace(
         _bare(proc, look, target),
         key=f"{proc.key}/{op.op_id}",
@@ -100,6 +100,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         running=track.running,
         state=state,
         stalled_s=stalled,
+        hangs=track.hangs,
         rate=track.rate(),
         average=average,
         done=track.done,

@@ -159,6 +159,7 @@ class Row:
         running: Whether the operation continues.
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
+        hangs: The call to the storage that does not end, its file and when it began; empty if none is known.
         rate: Bytes/s over the last second; None unknown or not moving data.
         average: Bytes/s of the operation so far, or in all.
         target: Bytes/s that this rank should reach.
@@ -212,6 +213,7 @@ class Row:
     running: bool = False
     state: str = "IDLE"
     stalled_s: float | None = None
+    hangs: str = ""
     rate: float | None = None
     average: float | None = None
     target: float = 0.0

@@ -150,7 +150,10 @@ def _stalled(rows: list[Row]) -> Sentence:
     same = [other for other in rows if (other.stopped, other.wait_kind) == (row.stopped, kind)]
     who = phrases.names(same)
     words: tuple[str, ...]
-    if row.stopped:
+    if row.hangs and not row.stopped:
+        more = f" ({len(rows)} ranks made no progress)" if len(rows) > 1 else ""
+        words = (f"{row.name} {row.hangs}{more}", row.hangs)
+    elif row.stopped:
         signal = "SIGSTOP" if row.process_state == "T" else "debugger"
         words = (f"{who} stopped ({signal}) for {seconds}", f"{phrases.count(same)} stopped for {seconds}")
     elif kind == "disk":

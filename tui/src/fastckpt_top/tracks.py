@@ -6,7 +6,7 @@ from collections import deque
 from operator import sub
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top.segment import COPIES, FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Thread, ThreadState
+from fastckpt_top.segment import COPIES, FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Kind, Phase, Thread, ThreadState
 from fastckpt_top.window import Sample, Window
 
 if TYPE_CHECKING:
@@ -240,6 +240,12 @@ class OpTrack:
         elapsed = self.elapsed(mono)
         return None if self.died or elapsed < 1e-3 or not self.done else self.done / elapsed  # noqa: PLR2004
 
+    @property
+    def hangs(self) -> str:
+        """The call to the storage that a save waits for, and since when, in the producer's words; or empty."""
+        said = self.proc.process.warning
+        return said if self.running and self.op.kind == Kind.SAVE and said.startswith("hangs since ") else ""
+
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
         """Seconds without progress or sign of life, if that is too long; else None.
 
@@ -248,6 +254,8 @@ class OpTrack:
         """
         if not self.running or self.proc.waits_for is not None:
             return None
+        if self.hangs:
+            return mono - self.changed
         silent = track.held_s(mono) if self.op.phase in PREPARING else track.silent_s(self.proc, mono)
         if silent >= HEARTBEAT_STALL_S:
             return silent

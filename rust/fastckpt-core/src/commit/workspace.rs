@@ -219,7 +219,7 @@ impl Workspace {
         let own = self.own.as_ref().ok_or_else(|| self.refused("seal", "another process made it"))?;
         let (_, file) = &own.manifest;
         let path = self.path_of(manifest::FILE);
-        if file.metadata().map_err(Error::io("look at", &path))?.len() > 0 {
+        if fs::fstat(file).map_err(Error::io("look at", &path))?.st_size > 0 {
             return Err(self.refused("seal", "it is sealed"));
         }
         self.check_files(&shards)?;

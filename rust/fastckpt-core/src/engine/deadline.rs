@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::job::{Progress, TICK};
 use crate::error::{Error, Given, Result, panic_text};
@@ -20,6 +20,9 @@ use crate::telemetry;
 /// The directories in which checkpoints were to be saved whose saves were given up, in which process, and their calls,
 /// which are there as long as one of their threads is.
 static GIVEN_UP: Mutex<Vec<(PathBuf, u32, Weak<Calls>)>> = Mutex::new(Vec::new());
+
+/// For how long no call has ended before the monitor says so: storage that is only busy answers earlier.
+const NOTABLE: Duration = Duration::from_secs(10);
 
 /// What a job sends to its caller.
 enum Word<T> {
@@ -63,25 +66,26 @@ pub fn within<T: Send + 'static>(
         return job.map_or(Err(Error::Interrupted), |job| job(progress));
     }
     drop(job);
-    let ended = wait((&heard, &answers), &calls, deadline, progress);
-    ended.unwrap_or_else(|Hanging { operation, path: file, since }| {
+    let ended = wait((&heard, &answers), &calls, (deadline, NOTABLE), progress, &mut telemetry::warn);
+    ended.unwrap_or_else(|hanging| {
         let directory = path.parent().unwrap_or(path);
         lock(&GIVEN_UP).push((directory.to_owned(), std::process::id(), Arc::downgrade(&calls)));
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        telemetry::warn(&format!("storage hangs: gave up the save of {name}"));
+        telemetry::warn(&format!("given up: {}", text(&hanging)));
+        let Hanging { operation, path: file, since, .. } = hanging;
         let end = if calls.in_final_calls() { Given::UpAtTheEnd } else { Given::Up };
         Err(Error::Hangs { operation, path: file, seconds: since.as_secs_f64(), end })
     })
 }
 
-/// Waits for a job: its outcome, or the call that hangs.
+/// Waits for a job: its outcome, or the call that hangs. Says so once one has lasted a `notable` time.
 fn wait<T>(
     (heard, answers): (&Receiver<Word<T>>, &Sender<bool>),
     calls: &Calls,
-    deadline: Duration,
+    (deadline, notable): (Duration, Duration),
     progress: Progress<'_>,
+    say: &mut dyn FnMut(&str),
 ) -> std::result::Result<Result<T>, Hanging> {
-    let (mut last, mut go_on) = ((0, 0), true);
+    let (mut last, mut go_on, mut told) = ((0, 0), true, false);
     loop {
         match heard.recv_timeout(TICK) {
             Ok(Word::End(outcome)) => return Ok(outcome),
@@ -93,10 +97,31 @@ fn wait<T>(
             Err(RecvTimeoutError::Timeout) => go_on = go_on && progress(last.0, last.1),
             Err(RecvTimeoutError::Disconnected) => return Ok(Err(Error::Interrupted)),
         }
-        if let Some(hanging) = calls.hanging(deadline) {
+        let hanging = calls.hanging(deadline.min(notable));
+        // What is written may take its time to become durable.
+        let most = hanging.as_ref().map(|hanging| notable * if hanging.operation == "sync" { 6 } else { 1 });
+        if told != hanging.as_ref().zip(most).is_some_and(|(hanging, most)| hanging.quiet >= most) {
+            say(&hanging.as_ref().map_or("the storage answers again".to_owned(), text));
+            told = !told;
+        }
+        if let Some(hanging) = hanging.filter(|hanging| hanging.quiet >= deadline) {
             return Err(hanging);
         }
     }
+}
+
+/// What the monitor shows (`docs/telemetry.md`, 5.2).
+fn text(Hanging { operation, path, since, .. }: &Hanging) -> String {
+    let began = SystemTime::now() - *since;
+    let day = began.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() % 86_400);
+    let (hour, minute, second) = (day / 3600, day / 60 % 60, day % 60);
+    let file = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    format!("hangs since {hour:02}:{minute:02}:{second:02}Z in {operation}: {file}")
+}
+
+/// Whether a save has ended because it was left to itself.
+pub fn given_up<T>(outcome: &Result<T>) -> bool {
+    matches!(outcome, Err(Error::Hangs { end: Given::Up | Given::UpAtTheEnd, .. }))
 }
 
 /// For a save to `path` that begins: with a deadline, it fails at once if one to the same directory was given up whose
@@ -107,7 +132,7 @@ pub fn refuse(deadline: Option<Duration>, path: &Path) -> Result<()> {
     all.retain(|(_, process, calls)| *process == std::process::id() && calls.strong_count() > 0);
     let mut here = all.iter().filter(|(at, ..)| deadline.is_some() && Some(&**at) == path.parent());
     let hanging = here.find_map(|(.., calls)| calls.upgrade()?.hanging(Duration::ZERO));
-    hanging.map_or(Ok(()), |Hanging { operation, path, since }| {
+    hanging.map_or(Ok(()), |Hanging { operation, path, since, .. }| {
         Err(Error::Hangs { operation, path, seconds: since.as_secs_f64(), end: Given::NotBegun })
     })
 }
@@ -144,6 +169,33 @@ mod tests {
         let job = |_: Progress<'_>| -> Result<()> { panic!("told") };
         let error = within(SHORT, Path::new("/c/d"), &mut |_, _| true, job).unwrap_err();
         assert!(matches!(&error, Error::Panic(text) if text == "told"), "{error}");
+    }
+
+    #[test]
+    fn who_watches_hears_of_a_call_that_lasts_and_when_it_has_ended() {
+        let calls = Arc::new(Calls::default());
+        Calls::enter(Some(Arc::clone(&calls)));
+        let ((words, heard), (answers, _answered)) = (channel(), channel());
+        let (mut call, mut ticks) = (Some(calls::at("rename", None, || "/c/file".into())), 0);
+        let mut said = Vec::new();
+        let mut progress = |_, _| {
+            ticks += 1;
+            match ticks {
+                2 => drop(call.take()),
+                3 => words.send(Word::End(Ok(7))).unwrap(),
+                _ => {}
+            }
+            true
+        };
+        let times = (Duration::MAX, Duration::from_millis(1));
+        let say = &mut |text: &str| said.push(text.to_owned());
+        let outcome = wait((&heard, &answers), &calls, times, &mut progress, say);
+        assert_eq!(outcome.unwrap().unwrap(), 7);
+        assert_eq!(said.len(), 2, "{said:?}");
+        let (since, place) = said[0].split_at("hangs since 12:34:56Z".len());
+        assert!(since.starts_with("hangs since ") && since.ends_with('Z'), "{since}");
+        assert_eq!((place, &*said[1]), (" in rename: file", "the storage answers again"));
+        Calls::enter(None);
     }
 
     #[test]

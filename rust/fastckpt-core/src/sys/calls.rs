@@ -52,6 +52,8 @@ pub struct Hanging {
     pub path: PathBuf,
     /// For how long.
     pub since: Duration,
+    /// For how long none of the others has ended either.
+    pub quiet: Duration,
 }
 
 impl Default for Calls {
@@ -74,17 +76,17 @@ impl Calls {
 
     /// The call that has lasted longest, if no call has ended for as long as `patience`.
     pub fn hanging(&self, patience: Duration) -> Option<Hanging> {
-        let call = {
+        let (call, quiet) = {
             let state = self.state();
             let (_, call) = state.under_way.first_key_value()?;
             let quiet = call.since.max(state.ended).elapsed();
-            (quiet >= patience).then(|| call.clone())?
+            (quiet >= patience).then(|| (call.clone(), quiet))?
         };
         let Call { operation, at, name, since } = call;
         // The descriptor is open as long as the call lasts.
         let at = at.map(path_of).unwrap_or_default();
         let path = if name == Path::new("") { at } else { at.join(name) };
-        Some(Hanging { operation, path, since: since.elapsed() })
+        Some(Hanging { operation, path, since: since.elapsed(), quiet })
     }
 
     /// Whether the job has come to the calls that cannot be undone.

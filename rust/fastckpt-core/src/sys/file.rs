@@ -467,6 +467,7 @@ fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// never for durability.
 pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    let _call = calls::on("write back", fd);
     // SAFETY: a system call without pointers, on a descriptor that is borrowed for the whole call.
     unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }

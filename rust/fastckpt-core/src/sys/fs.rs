@@ -81,6 +81,12 @@ pub fn linkat(from: impl AsFd, old: impl Arg, to: impl AsFd, new: impl Arg, flag
     rustix::fs::linkat(from, old, to, new, flags)
 }
 
+/// That of rustix.
+pub fn fsetxattr(fd: impl AsFd, name: impl Arg, value: &[u8], flags: XattrFlags) -> Result<()> {
+    let _call = calls::on("set an attribute of", &fd);
+    rustix::fs::fsetxattr(fd, name, value, flags)
+}
+
 fn text(name: &impl Arg) -> PathBuf {
     PathBuf::from(&*name.to_string_lossy())
 }

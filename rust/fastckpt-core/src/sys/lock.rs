@@ -7,6 +7,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
+use super::calls;
+
 /// The locked byte.
 const BYTE: libc::off_t = 1 << 62;
 
@@ -34,6 +36,7 @@ pub fn share(fd: impl AsFd) -> io::Result<()> {
 
 fn set(fd: impl AsFd, kind: libc::c_int) -> io::Result<()> {
     let request = request(kind);
+    let _call = calls::on("lock", &fd);
     loop {
         // SAFETY: the command takes a pointer to a `flock`, which outlives the call. So does the borrow of the
         // descriptor.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,8 @@ pub struct Operation {
     durable: AtomicU64,
     /// Shards that are finished.
     files_done: AtomicU32,
+    /// Whether the slot is another one's from now on: the threads of a save that was given up come here later.
+    over: AtomicBool,
     closing: Mutex<Closing>,
 }
 
@@ -113,6 +115,7 @@ impl Operation {
             done: AtomicU64::new(0),
             durable: AtomicU64::new(0),
             files_done: AtomicU32::new(0),
+            over: AtomicBool::new(false),
             closing: Mutex::default(),
         };
         let (save_target, load_target) = target::targets(environment);
@@ -161,7 +164,9 @@ impl Operation {
 
     /// Makes a consistent change to the slot (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
     fn write(&self, change: impl FnOnce(&OperationSlot)) {
-        seqlock::write(&self.slot.seq, || change(self.slot));
+        if !self.over.load(Relaxed) {
+            seqlock::write(&self.slot.seq, || change(self.slot));
+        }
     }
 
     /// The plan is complete, and work begins.
@@ -325,6 +330,7 @@ impl Operation {
                 let durable = if outcome.is_ok() { &slot.bytes_total } else { &self.durable };
                 slot.bytes_durable.store(durable.load(Relaxed), Relaxed);
             });
+            self.over.store(true, Relaxed);
         };
         let fill = |record: &Record| {
             record.kind.store(self.kind as u32, Relaxed);
