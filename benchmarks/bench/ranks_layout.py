@@ -3,8 +3,9 @@
 The model has 70 billion parameters in bfloat16, a copy of them in float32 and two moments of Adam: 988 GB, in files of
 5 GB. The figures are taken from ``--sample`` ranks, spread over all of them. A save and a load by the ranks that saved
 have a row with teams. Up to 1,024 ranks they have another one without, and at last there is what a format with one file
-for each rank does. A run is a range of a file with one writer or reader. What travels is a multiple of the state, and
-the busiest rank writes or reads a multiple of the mean.
+for each rank does. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that
+is in whole grains of 4 MiB with one writer each. What travels is a multiple of the state, and the busiest rank writes
+or reads a multiple of the mean. The time and the memory of a plan, the peak of this process, are those of one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import report
+from bench import measure, report
+from bench.bars import Bar
 from fastckpt import _core
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F3
 PARTS, EXPERTS = ("gate", "up", "down"), 64
 SAMPLE = 128
 GRAIN = 4 << 20
+#: Files of the checkpoint.
+FILES = 216
 #: With how many ranks they are looked at.
 RANKS = (64, 512, 1024, 8192, 16384)
 MIB = 1 << 20
@@ -107,6 +111,8 @@ def pp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
     return spread
 
 
+#: How many kinds of teams a rank may be in, by kind of job: tensors that are cut in different ways have different ones.
+TEAMS = {"TP8 x FSDP": 3, "EP64 x FSDP": 3}
 #: Kinds of jobs.
 KINDS = {
     "FSDP2": fsdp2,
@@ -139,6 +145,8 @@ def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
 
 def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]]:
     """Figures of the save and the load of a job, with teams as :func:`layout` has them."""
+    measure.give_back_freed_memory()
+    measure.reset_peak()
     began = time.process_time()
     share, total = layout(kind, ranks, team)
     seconds = time.process_time() - began
@@ -148,10 +156,21 @@ def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]
         began = time.process_time()
         share.figures(0, load=load)
         planned = seconds + time.process_time() - began
+        memory = measure.status("VmHWM")
         found = [share.figures(rank, load=load) for rank in chosen]
-        point = of(found, ranks, total)
-        how = "teams" if team == 0 else "in place"
-        points.append({"kind": kind, "what": "load" if load else "save", "how": how, **point, "plan_cpu": planned})
+        point: dict[str, Any] = {
+            "kind": kind,
+            "what": "load" if load else "save",
+            "how": "teams" if team == 0 else "in place",
+            **of(found, ranks, total),
+            "plan_cpu": planned,
+            "plan_memory": memory,
+        }
+        if not load:
+            runs = np.array([run[1:] for rank in chosen for run in share.ranges(rank)])
+            grains = runs[:, 1] // GRAIN - -(-runs[:, 0] // GRAIN)
+            point["whole"] = float(np.maximum(grains, 0).sum() * GRAIN / (runs[:, 1] - runs[:, 0]).sum())
+        points.append(point)
     return points
 
 
@@ -164,16 +183,16 @@ def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "team": found[0]["team"],
-        "runs": every("ranges").mean(),
-        "run_bytes": every("bytes").sum() / every("ranges").sum(),
-        "files": every("files").mean(),
-        "files_max": every("files").max(),
-        "opens": every("files").mean() * ranks,
-        "peers": every("peers").mean(),
+        "runs": float(every("ranges").mean()),
+        "run_bytes": float(every("bytes").sum() / every("ranges").sum()),
+        "files": float(every("files").mean()),
+        "files_max": float(every("files").max()),
+        "opens": float(every("files").mean() * ranks),
+        "peers": float(every("peers").mean()),
         "peers_p95": float(np.quantile(every("peers"), 0.95)),
-        "peers_max": every("peers").max(),
-        "travels": every("bytes_received").mean() * ranks / total,
-        "busiest": every("bytes").max() / every("bytes").mean(),
+        "peers_max": float(every("peers").max()),
+        "travels": float(every("bytes_received").mean() * ranks / total),
+        "busiest": float(every("bytes").max() / every("bytes").mean()),
         "state_bytes": total,
     }
 
@@ -181,7 +200,41 @@ def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
 def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
     """Figures of a format with a file for each rank: one run, and no exchange with other ranks."""
     duties = {"ranges": 1, "files": 1, "bytes": total // ranks, "peers": 0, "bytes_received": 0, "team": "a file each"}
-    return {"kind": kind, "what": "either", "how": "a file each", **of([duties], ranks, total), "plan_cpu": 0.0}
+    return {
+        "kind": kind,
+        "what": "either",
+        "how": "a file each",
+        **of([duties], ranks, total),
+        "plan_cpu": 0.0,
+        "plan_memory": 0,
+    }
+
+
+def bars(one: dict[str, Any]) -> list[Bar]:
+    """The demands on the figures of a job with teams."""
+    ranks, team, load = one["ranks"], one["team"], one["what"] == "load"
+    name = f"{one['kind']}, {ranks:,} ranks, {one['what']}"
+    copies = 8 if load and one["kind"].startswith("HSDP") else None
+    files = TEAMS.get(one["kind"], 1) * (FILES / team + 2)
+    if ranks >= 2048:
+        files = min(files, 16 if one["kind"].startswith("TP") else 8)
+    most = [
+        ("files of a rank, mean", one["files"], files),
+        ("opens", one["opens"], 100_000),
+        ("peers of 95 % of the ranks", one["peers_p95"], 3 * team + 128),
+        ("peers of any rank", one["peers_max"], 400 + ranks / team),
+        ("CPU s of a plan", one["plan_cpu"], 2),
+        ("MiB of memory of a plan", one["plan_memory"] and one["plan_memory"] / MIB, 1024),
+    ]
+    if ranks <= 8192:
+        travels = copies or (0.4 if team == 1 else 1.02 if ranks <= 1024 else 1.15)
+        most.append(("states that travel", one["travels"], travels))
+        most.append(("bytes of the busiest rank, of the mean", one["busiest"], 1.15 if ranks <= 1024 else 1.4))
+    found = [Bar(f"{name}: {what}", figure, limit, at_least=False) for what, figure, limit in most]
+    if not load:
+        found.append(Bar(f"{name}: MiB of a run, mean", one["run_bytes"] / MIB, GRAIN / MIB, at_least=True))
+        found.append(Bar(f"{name}: part of the bytes in whole grains", one["whole"], 0.99, at_least=True))
+    return found
 
 
 def line(one: dict[str, Any]) -> str:
@@ -193,19 +246,21 @@ def line(one: dict[str, Any]) -> str:
         one["team"],
         f"{one['runs']:,.0f}",
         f"{one['run_bytes'] / MIB:.2f}",
+        f"{one['whole']:.2%}" if "whole" in one else "",
         f"{one['files']:.0f} / {one['files_max']:.0f}",
         f"{one['opens']:,.0f}",
         f"{one['peers']:.0f} / {one['peers_p95']:.0f} / {one['peers_max']:.0f}",
         f"{one['travels']:.2f}",
         f"{one['busiest']:.2f}",
         f"{one['plan_cpu']:.2f}",
+        f"{one['plan_memory'] / MIB:.0f}" if one["plan_memory"] else "",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 HEAD = (
-    "| job | | ranks | team | runs a rank | MiB a run | files: mean / most | opens | peers: mean / p95 / most | "
-    "travels | busiest | plan, CPU s |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "| job | | ranks | team | runs a rank | MiB a run | whole | files: mean / most | opens | "
+    "peers: mean / p95 / most | travels | busiest | plan, CPU s | MiB |\n|---|---|" + 12 * "---:|"
 )
 
 
@@ -220,9 +275,10 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=SAMPLE, help=f"ranks that are asked (default: {SAMPLE})")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
     chosen = parser.parse_args()
     print(HEAD)
-    found = []
+    found: list[dict[str, Any]] = []
     for kind in chosen.kinds:
         for ranks in chosen.ranks:
             rows = points(kind, ranks, 0, chosen.sample)
@@ -235,8 +291,11 @@ def main() -> int:
             print("\n".join(map(line, rows)), flush=True)
     if chosen.plot:
         draw(chosen.plot, found)
-    report.write_json(chosen.json, {"points": found})
-    return 0
+    demands = [bar for one in found if one["how"] == "teams" for bar in bars(one)]
+    missed = [bar for bar in demands if not bar.met]
+    print("\n".join([f"{len(demands) - len(missed)} of {len(demands)} bars are met.", *map(str, missed)]))
+    report.write_json(chosen.json, {"points": found, "bars": [bar.document() for bar in demands]})
+    return int(chosen.check and bool(missed))
 
 
 def draw(path: Path, found: list[dict[str, Any]]) -> None:

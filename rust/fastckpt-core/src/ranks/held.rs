@@ -84,7 +84,7 @@ impl Held {
         for item in items {
             let misfit = || misfit("a message", &item.bytes);
             let end = at + item.len as usize;
-            if let (Some((message, start)), Some(mail)) = (item.relayed, mail) {
+            if let (Some(&(message, start)), Some(mail)) = (item.relayed.first(), mail) {
                 mail.copy(message, start, to.get_mut(at..end).ok_or_else(misfit)?)?;
                 at = end;
                 if wanted.is_empty() {

@@ -67,20 +67,13 @@ pub struct RankLoad {
 /// The remaining work.
 struct Work {
     wanted: Vec<Wanted>,
-    /// The items of each incoming message, and where they go.
-    incoming: Vec<Vec<(Item, To)>>,
+    /// The items of each incoming message, and where each goes: to its part, or into outgoing messages, from a byte of each
+    /// on: this rank relays it.
+    incoming: Vec<Vec<(Item, Option<Slot>)>>,
     /// Bytes of this rank's own boxes that it reads itself, and that others read for it.
     own: (u64, u64),
     /// Tensors of which this rank wants bytes.
     tensors: usize,
-}
-
-/// Where an item of an incoming message goes.
-enum To {
-    /// To its part.
-    Own(Slot),
-    /// Into an outgoing message, from this byte on: this rank relays it.
-    Other(usize, u64),
 }
 
 impl RankLoad {
@@ -96,7 +89,7 @@ impl RankLoad {
         places: Places,
         budget: u64,
     ) -> Result<Self> {
-        let duties = share.duties(rank, Purpose::Load)?;
+        let mut duties = share.duties(rank, Purpose::Load)?;
         let envelopes = |messages: &[&Message]| -> Vec<Envelope> {
             messages.iter().map(|message| (message.peer, message.bytes)).collect()
         };
@@ -109,12 +102,19 @@ impl RankLoad {
             move |tensor| tensors.body().tensors[tensor].name.clone(),
         );
         let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
-        let mail = Mail::with_budget(outgoing, incoming, contents, None, budget).relaying(duties.io.len(), 0);
+        // No relay is filled before all messages of earlier phases but one, that of what it is filled with, were sent.
+        let [numbers, relays] = duties.sent();
+        let window = |phase: u64| {
+            let before = |of: &[Message]| of.partition_point(|message| message.phase + 1 < phase);
+            before(&duties.io) + before(&duties.relays)
+        };
+        let relays_from = relays.iter().zip(&duties.relays).map(|(&at, relay)| (at, window(relay.phase)));
+        let mail = Mail::with_budget(outgoing, incoming, contents, None, budget).relaying(relays_from, 0);
         let mail = Arc::new(mail);
 
         let read = || duties.local.iter().chain(&duties.apart);
         let received = duties.boxes.iter().flat_map(|message| &message.items);
-        let received = received.filter(|item| item.relayed.is_none());
+        let received = received.filter(|item| item.own);
         let bytes = |items: &mut dyn Iterator<Item = &Item>| items.map(|item| item.len).sum();
         let own = (bytes(&mut read()), bytes(&mut received.clone()));
         let tensors: HashSet<usize> = read().chain(received.clone()).map(|item| item.tensor).collect();
@@ -128,16 +128,14 @@ impl RankLoad {
                 Wanted { tensor: item.tensor, range, destination, apart: index >= whole }
             })
             .collect();
-        let relays = duties.io.len();
-        let mut to = |item: Item| {
-            let other = item.relayed.map(|(message, at)| To::Other(relays + message, at));
-            Some((other.or_else(|| slots.next().map(To::Own))?, item))
+        let mut to = |mut item: Item| {
+            item.relayed.iter_mut().for_each(|to| to.0 = relays[to.0]);
+            let slot = if item.own { slots.next() } else { None };
+            (item, slot)
         };
-        let to = |message: Message| {
-            message.items.into_iter().filter_map(&mut to).map(|(to, item)| (item, to)).collect()
-        };
-        let incoming = duties.boxes.into_iter().map(to).collect();
-        for (number, message) in duties.io.into_iter().enumerate() {
+        let to = |message: Message| message.items.into_iter().map(&mut to).collect();
+        let incoming = std::mem::take(&mut duties.boxes).into_iter().map(to).collect();
+        for (number, message) in numbers.into_iter().zip(duties.io) {
             let mut at = 0;
             for item in message.items {
                 let (tensor, range, first) = (item.tensor, item.bytes.clone(), at);
@@ -260,21 +258,19 @@ impl RankLoad {
     }
 
     /// Takes all messages and gives their items to their places. Returns the number of bytes copied.
-    fn take(&self, incoming: Vec<Vec<(Item, To)>>, taken: &AtomicU64) -> Result<u64> {
+    fn take(&self, incoming: Vec<Vec<(Item, Option<Slot>)>>, taken: &AtomicU64) -> Result<u64> {
         let mut copied = 0;
         for (number, items) in incoming.into_iter().enumerate() {
             let bytes = items.iter().map(|(item, _)| item.len).sum();
             let message = self.mail.take(number, 0..bytes)?;
             let (mut rest, mut due) = (&message[..], Vec::new());
-            for (item, to) in items {
+            for (item, slot) in items {
                 let (front, after) = rest.split_at(item.len as usize);
                 rest = after;
-                match to {
-                    To::Own(slot) => copied += slot.unpack(item.bytes, front, &mut due),
-                    To::Other(message, at) => {
-                        self.mail.put(message, at, item.len, |to| to.copy_from_slice(front))?;
-                    }
+                for (message, at) in item.relayed {
+                    self.mail.put(message, at, item.len, |to| to.copy_from_slice(front))?;
                 }
+                copied += slot.map_or(0, |slot| slot.unpack(item.bytes, front, &mut due));
             }
             content::hand_over(due.iter().map(|(to, first, bytes)| (to, *first, *bytes)))?;
             taken.fetch_add(bytes, Ordering::Relaxed);

@@ -15,7 +15,8 @@
 //! giver does so when the last of them is in, the taker when the first of them is about to be taken out.
 //!
 //! Messages of a relay are outside of the budget: those that it is to pass on, of a save, all arrive before it sends any,
-//! and those that it passes on, of a load, wait until all others have gone. There are few bytes of them.
+//! and those that it passes on, of a load, wait until the others of their window have gone ([`crate::share`]). What is
+//! relayed next waits until they have gone themselves. So there are few bytes of them.
 //!
 //! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
@@ -57,8 +58,8 @@ pub struct Mail {
     /// Without it, [`Mail::put`] fills the outgoing messages.
     fill: Option<Fill>,
     budget: u64,
-    /// The outgoing messages from this one on are outside of the budget, and the incoming ones before this one.
-    beyond: (usize, usize),
+    /// The incoming messages before this one are outside of the budget.
+    beyond: usize,
     state: Mutex<State>,
     changed: Condvar,
     free: Mutex<Vec<Vec<u8>>>,
@@ -66,6 +67,8 @@ pub struct Mail {
 
 struct Outgoing {
     envelope: Envelope,
+    /// It is of a relay, outside of the budget, and not begun before this many others were sent.
+    after: Option<usize>,
     /// Locked for as long as one piece is copied. Never locked by a thread that holds the lock of the state.
     buffer: Mutex<Vec<u8>>,
 }
@@ -164,9 +167,10 @@ impl Mail {
             sent: 0,
             received: 0,
         };
-        let outgoing = outgoing.into_iter().map(|envelope| Outgoing { envelope, buffer: Mutex::default() });
+        let outgoing =
+            outgoing.into_iter().map(|envelope| Outgoing { envelope, after: None, buffer: Mutex::default() });
         Self {
-            beyond: (outgoing.len(), 0),
+            beyond: 0,
             outgoing: outgoing.collect(),
             incoming,
             contents,
@@ -178,21 +182,38 @@ impl Mail {
         }
     }
 
-    /// The same of a rank that relays messages: the outgoing ones from number `last` on, and the incoming ones before number
-    /// `first`.
+    /// The same of a rank that relays messages: some outgoing ones, each with the number of others that are sent before it
+    /// is begun, and the incoming ones before number `first`.
     #[must_use]
-    pub(super) fn relaying(self, last: usize, first: usize) -> Self {
-        Self { beyond: (last, first), ..self }
+    pub(super) fn relaying(mut self, outgoing: impl Iterator<Item = (usize, usize)>, first: usize) -> Self {
+        for (message, after) in outgoing {
+            self.outgoing[message].after = Some(after);
+        }
+        Self { beyond: first, ..self }
     }
 
     /// Bytes of the budget that an outgoing message takes.
     fn going(&self, message: usize) -> u64 {
-        if message < self.beyond.0 { self.outgoing[message].envelope.1 } else { 0 }
+        let Outgoing { envelope, after, .. } = &self.outgoing[message];
+        if after.is_none() { envelope.1 } else { 0 }
+    }
+
+    /// Whether bytes can be put into an outgoing message.
+    fn may_put(&self, state: &State, message: usize) -> bool {
+        let Outgoing { envelope, after, .. } = &self.outgoing[message];
+        if let Some(after) = *after {
+            return state.next >= after;
+        }
+        // Those of the next one to be sent may come after these, unless it is of a relay: others send them.
+        let next = self.outgoing.get(state.next).is_none_or(|next| next.after.is_none());
+        state.outgoing[message] != Out::Away
+            || fits(state.outgoing_held, envelope.1, self.budget)
+            || (next && state.outgoing.get(state.next) != Some(&Out::Full))
     }
 
     /// Bytes of the budget that an incoming message takes.
     fn coming(&self, message: usize) -> u64 {
-        if message < self.beyond.1 { 0 } else { self.incoming[message].1 }
+        if message < self.beyond { 0 } else { self.incoming[message].1 }
     }
 
     /// The outgoing messages, in the order in which to send them.
@@ -281,7 +302,7 @@ impl Mail {
             return Ok(());
         }
         let held = self.going(message);
-        let mut state = self.wait(|state| held == 0 || state.may_put(message, held, self.budget))?;
+        let mut state = self.wait(|state| self.may_put(state, message))?;
         match state.outgoing[message] {
             Out::Away => {
                 state.outgoing[message] = Out::Filling(0);
@@ -528,13 +549,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl State {
-    /// Whether bytes can be put into an outgoing message of `bytes`.
-    fn may_put(&self, message: usize, bytes: u64, budget: u64) -> bool {
-        self.outgoing[message] != Out::Away
-            || fits(self.outgoing_held, bytes, budget)
-            || self.outgoing.get(self.next) != Some(&Out::Full)
-    }
-
     /// Whether an incoming message of `bytes` can have memory.
     fn may_admit(&self, message: usize, bytes: u64, budget: u64) -> bool {
         fits(self.incoming_held, bytes, budget) || message < self.demanded

@@ -12,10 +12,10 @@ use super::cover::Cover;
 use super::held::Held;
 use super::messages::{Item, Mailbox, Message, Spot};
 use super::place::Places;
-use super::runs::{Owners, Purpose, Run};
+use super::runs::{Owners, Purpose, Relays, Run};
 use super::spread::Groups;
 use super::table::{Deal, Share};
-use super::teams::Teams;
+use super::teams::{Teams, of_copies};
 use super::tiles::Whose;
 use crate::error::{Error, Result};
 
@@ -51,7 +51,7 @@ impl Duties {
     /// Bytes that it has or wants itself, and reads or writes, gives or gets.
     pub(crate) fn own(&self) -> impl Iterator<Item = &Item> {
         let given = self.boxes.iter().flat_map(|message| &message.items);
-        self.local.iter().chain(given.filter(|item| item.relayed.is_none()))
+        self.local.iter().chain(given.filter(|item| item.own))
     }
 
     /// The messages that the rank sends, and those that it receives, each in its order.
@@ -60,8 +60,22 @@ impl Duties {
         let own = self.boxes.iter().collect();
         match purpose {
             Purpose::Save => (own, self.relays.iter().chain(&self.io).collect()),
-            Purpose::Load => (self.io.iter().chain(&self.relays).collect(), own),
+            Purpose::Load => {
+                let mut sent: Vec<_> = self.io.iter().chain(&self.relays).collect();
+                sent.sort_by_key(|message| message.phase);
+                (sent, own)
+            }
         }
+    }
+
+    /// The places of the messages of `io`, and of those of `relays`, among those that a load sends.
+    #[must_use]
+    pub fn sent(&self) -> [Vec<usize>; 2] {
+        let places = |of: &[Message], others: &[Message]| {
+            let before = |message: &Message| others.partition_point(|other| other.phase < message.phase);
+            of.iter().enumerate().map(|(number, message)| number + before(message)).collect()
+        };
+        [places(&self.io, &self.relays), places(&self.relays, &self.io)]
     }
 }
 
@@ -77,8 +91,8 @@ impl Share {
             self.check_held()?;
         }
         let deals = if load { &[] } else { self.deals()? };
-        let mut work = Work::new(self, rank, deals, load)?;
         let owners = self.owners(purpose)?;
+        let mut work = Work::new(self, rank, (deals, load), owners.window)?;
         for shard in 0..self.files.len() {
             if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }
         }
@@ -90,7 +104,7 @@ impl Share {
         let (io, (mut boxes, _), (relays, places)) =
             (work.io.finish(load).0, work.boxes.finish(load), work.relays.finish(load));
         let relayed =
-            boxes.iter_mut().flat_map(|message| &mut message.items).filter_map(|item| item.relayed.as_mut());
+            boxes.iter_mut().flat_map(|message| &mut message.items).flat_map(|item| &mut item.relayed);
         relayed.for_each(|(message, _)| *message = places[*message]);
         Ok(Duties { ranges: work.ranges, local: work.local, apart: work.apart, io, boxes, relays })
     }
@@ -159,10 +173,18 @@ fn part(cover: &Cover, spreads: &[&Groups], tile: u32, rank: u32) -> Option<u32>
     Some((before + within) as u32)
 }
 
+/// A stretch of a tensor, which is part of a run.
+pub(super) struct At<'a, 'b> {
+    pub(super) held: &'a Held<'b>,
+    pub(super) stretch: &'a Range<u64>,
+    pub(super) run: &'a Run,
+    pub(super) relays: Option<Relays>,
+}
+
 /// The duties of one rank, while they are found.
 pub(super) struct Work<'a> {
-    share: &'a Share,
-    rank: u32,
+    pub(super) share: &'a Share,
+    pub(super) rank: u32,
     /// Of a save, by tensor.
     deals: &'a [Deal],
     /// By class.
@@ -170,7 +192,7 @@ pub(super) struct Work<'a> {
     places: Places,
     ranges: Vec<FileRange>,
     local: Vec<Item>,
-    apart: Vec<Item>,
+    pub(super) apart: Vec<Item>,
     io: Mailbox,
     boxes: Mailbox,
     relays: Mailbox,
@@ -178,7 +200,12 @@ pub(super) struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal], load: bool) -> Result<Self> {
+    pub(super) fn new(
+        share: &'a Share,
+        rank: u32,
+        (deals, load): (&'a [Deal], bool),
+        window: u64,
+    ) -> Result<Self> {
         Ok(Self {
             share,
             rank,
@@ -188,9 +215,9 @@ impl<'a> Work<'a> {
             ranges: Vec::new(),
             local: Vec::new(),
             apart: Vec::new(),
-            io: Mailbox::new(share.ranks),
-            boxes: Mailbox::new(share.ranks),
-            relays: Mailbox::new(share.ranks),
+            io: Mailbox::new(share.ranks, window),
+            boxes: Mailbox::new(share.ranks, window),
+            relays: Mailbox::new(share.ranks, window),
             teams: Teams::new(share, load)?,
         })
     }
@@ -203,67 +230,70 @@ impl<'a> Work<'a> {
     }
 
     /// The tensors of a file, in order.
-    fn held(&self, shard: usize) -> Result<Vec<Held<'a>>> {
+    pub(super) fn held(&self, shard: usize) -> Result<Vec<Held<'a>>> {
         let held = self.share.order[shard].iter();
         held.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor))).collect()
     }
 
     /// Adds a range of a file to read or write.
-    fn range(&mut self, shard: usize, start: u64, end: u64) {
+    pub(super) fn range(&mut self, shard: usize, start: u64, end: u64) {
         match self.ranges.last_mut() {
             Some(last) if last.shard == shard && last.end == start => last.end = end,
             _ => self.ranges.push(FileRange { shard, start, end }),
         }
     }
 
-    /// The item of `tile`, of part `part` of a rank, in `stretch` of the file. `None` if it has no bytes there.
+    /// The item of `tile` of `rank` in `stretch` of the file. `None` if it has no bytes there.
     pub(super) fn item(
         &mut self,
         held: &Held<'_>,
         stretch: &Range<u64>,
         tile: u32,
-        part: u32,
+        rank: u32,
     ) -> Option<Item> {
         let place = self.places.of(self.share.class[held.tensor], held, tile);
         let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
         let len = place.rows.bytes_in(&bytes);
         let (rows, base) = (Arc::clone(&place.rows), place.base);
-        (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len, relayed: None })
+        let part = part(held.cover, &held.spreads, tile, rank).unwrap_or(0);
+        let (tensor, relayed) = (held.tensor, Vec::new());
+        (len > 0).then_some(Item { tensor, bytes, part, rows, base, len, own: true, relayed })
     }
 
-    /// The spot of a stretch of a tensor, which is part of `run`, for a message between two ranks: `near` reads or writes
-    /// it, or relays it for `far`.
-    fn spot(&self, held: &Held<'_>, start: u64, run: &Run, (near, far): (u32, u32)) -> Spot {
+    /// The spot of a stretch for a message between two ranks: `near` reads or writes it, or relays it for `far`.
+    fn spot(&self, at: &At<'_, '_>, (near, far): (u32, u32)) -> Spot {
         let away = (near + self.share.ranks - far) % self.share.ranks;
-        let turn = (run.unit(start, self.share.block_size), away);
-        Spot { shard: held.shard, offset: start, turn, hop: near != run.rank }
+        let turn = (at.run.unit(at.stretch.start, self.share.block_size), away);
+        Spot { shard: at.held.shard, offset: at.stretch.start, turn, hop: near != at.run.rank }
     }
 
-    /// The rank that relays what `rank` has or wants of a stretch of a tensor, which is part of `run`, if it is `thin`.
-    fn relay(&mut self, held: &Held<'_>, start: u64, run: &Run, rank: u32, thin: bool) -> Option<u32> {
-        if thin { self.teams.relay(held, start, run, rank) } else { None }
+    /// The rank that relays what `rank` has or wants of `tile` in a stretch.
+    pub(super) fn relay(&mut self, at: &At<'_, '_>, rank: u32, tile: u32) -> Option<u32> {
+        match at.relays? {
+            Relays::Team => self.teams.relay(at.held, at.stretch.start, at.run, rank),
+            Relays::Copies => of_copies(at.held.ranks(tile), at.run.rank, rank),
+        }
     }
 
-    /// Adds an item of this rank that another reads or writes, as part of a run, for it or for the relay.
-    fn hand(&mut self, held: &Held<'_>, start: u64, run: &Run, relay: Option<u32>, item: Item) {
-        let near = relay.filter(|&relay| relay != self.rank).unwrap_or(run.rank);
-        self.boxes.add(near, self.spot(held, start, run, (near, self.rank)), item);
+    /// Adds an item that `far` has or wants, or relays, of what this rank reads or writes.
+    pub(super) fn deal(&mut self, at: &At<'_, '_>, far: u32, item: Item) {
+        self.io.add(far, self.spot(at, (self.rank, far)), item);
     }
 
-    /// Adds an item of `peer`, which this rank relays.
-    fn pass(&mut self, held: &Held<'_>, start: u64, run: &Run, peer: u32, item: Item) {
-        let spot = self.spot(held, start, run, (self.rank, peer));
-        let relayed = Some(self.relays.add(peer, spot, item.clone()));
-        self.boxes.add(
-            run.rank,
-            self.spot(held, start, run, (run.rank, self.rank)),
-            Item { relayed, ..item },
-        );
+    /// Adds an item of this rank that another reads or writes, for it or for the relay.
+    pub(super) fn hand(&mut self, at: &At<'_, '_>, relay: Option<u32>, item: Item) {
+        let near = relay.filter(|&relay| relay != self.rank).unwrap_or(at.run.rank);
+        self.boxes.add(near, self.spot(at, (near, self.rank)), item);
+    }
+
+    /// Adds an item of `peer` to those that this rank relays. Returns its place.
+    pub(super) fn pass(&mut self, at: &At<'_, '_>, peer: u32, item: Item) -> (usize, u64) {
+        self.relays.add(peer, self.spot(at, (self.rank, peer)), item)
     }
 
     /// The intervals of which this rank sends or receives something: its own, and those that it may relay.
-    fn near(&mut self, held: &Held<'_>, own: &Own, thin: bool) -> Vec<usize> {
-        if !thin {
+    pub(super) fn near(&mut self, held: &Held<'_>, own: &Own, relays: Option<Relays>) -> Vec<usize> {
+        if relays != Some(Relays::Team) {
             return own.intervals.clone();
         }
         let mut all: Vec<usize> =
@@ -273,42 +303,31 @@ impl<'a> Work<'a> {
         all
     }
 
-    /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes, as part of a run.
-    fn serve(
-        &mut self,
-        held: &Held<'_>,
-        stretch: &Range<u64>,
-        run: &Run,
-        (tile, peer): (u32, u32),
-        thin: bool,
-    ) -> bool {
-        let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
-        let Some(item) = self.item(held, stretch, tile, part) else { return false };
-        if peer != self.rank {
-            let far = self.relay(held, stretch.start, run, peer, thin).unwrap_or(peer);
-            self.io.add(far, self.spot(held, stretch.start, run, (run.rank, far)), item);
-            return true;
-        }
+    /// Adds an item of this rank that it reads or writes itself, of a stretch that begins at `start`.
+    pub(super) fn keep(&mut self, start: u64, item: Item) {
         match self.local.last_mut() {
             Some(last)
                 if (last.tensor, last.part, last.bytes.end) == (item.tensor, item.part, item.bytes.start)
                     && Arc::ptr_eq(&last.rows, &item.rows)
-                    && !stretch.start.is_multiple_of(self.share.block_size) =>
+                    && !start.is_multiple_of(self.share.block_size) =>
             {
                 last.bytes.end = item.bytes.end;
                 last.len += item.len;
             }
             _ => self.local.push(item),
         }
-        true
+    }
+
+    pub(super) fn relays_of(&self, held: &Held<'_>, owners: &Owners) -> Option<Relays> {
+        owners.relays(self.share.class[held.tensor])
     }
 
     /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
     fn grains(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.held(shard)?;
         for tensor in &held {
-            let (own, thin) = (self.own(tensor), self.is_thin(tensor, owners));
-            for interval in self.near(tensor, &own, thin) {
+            let own = self.own(tensor);
+            for interval in self.near(tensor, &own, self.relays_of(tensor, owners)) {
                 self.send(tensor, interval, &own, owners);
             }
         }
@@ -320,39 +339,38 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    fn is_thin(&self, tensor: &Held<'_>, owners: &Owners) -> bool {
-        owners.thin.contains(&self.share.class[tensor.tensor])
-    }
-
     /// Adds the parts of an interval that others write: those of this rank, and those that it relays.
-    fn send(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, owners: &Owners) {
-        let (section, thin) = (tensor.cover.section(interval), self.is_thin(tensor, owners));
-        for (run, range) in owners.within(tensor.shard, tensor.interval(interval)) {
+    fn send(&mut self, held: &Held<'_>, interval: usize, own: &Own, owners: &Owners) {
+        let (section, relays) = (held.cover.section(interval), self.relays_of(held, owners));
+        for (run, range) in owners.within(held.shard, held.interval(interval)) {
             if run.rank == self.rank {
                 continue;
             }
-            for stretch in tensor.cut(interval, range, true) {
-                let relay = self.relay(tensor, stretch.start, run, self.rank, thin);
-                let relays = relay == Some(self.rank);
+            for stretch in held.cut(interval, range, true) {
+                let at = At { held, stretch: &stretch, run, relays };
+                let relay = self.relay(&at, self.rank, 0);
+                let is_relay = relay == Some(self.rank);
                 let mut own = own.tiles.get(&section).map_or(&[][..], Vec::as_slice);
-                for (number, cell) in tensor.cover.cells(section).enumerate() {
+                for (number, cell) in held.cover.cells(section).enumerate() {
                     let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
                     own = rest;
-                    if here.is_empty() && !relays {
+                    if here.is_empty() && !is_relay {
                         continue;
                     }
-                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank, thin) else {
+                    let Some((giver, tile)) =
+                        held.giver(cell, interval, &stretch, run.rank, relays.is_some())
+                    else {
                         continue;
                     };
-                    if giver != self.rank && !relays {
+                    if giver != self.rank && !is_relay {
                         continue;
                     }
-                    let part = part(tensor.cover, &tensor.spreads, tile, giver).unwrap_or(0);
-                    let Some(item) = self.item(tensor, &stretch, tile, part) else { continue };
+                    let Some(item) = self.item(held, &stretch, tile, giver) else { continue };
                     if giver == self.rank {
-                        self.hand(tensor, stretch.start, run, relay, item);
-                    } else if self.relay(tensor, stretch.start, run, giver, thin) == relay {
-                        self.pass(tensor, stretch.start, run, giver, item);
+                        self.hand(&at, relay, item);
+                    } else if self.relay(&at, giver, tile) == relay {
+                        let relayed = vec![self.pass(&at, giver, item.clone())];
+                        self.hand(&at, relay, Item { own: false, relayed, ..item });
                     }
                 }
             }
@@ -361,118 +379,34 @@ impl<'a> Work<'a> {
 
     /// Adds the bytes that this rank needs to write a run.
     fn write(&mut self, held: &[Held<'_>], run: &Run, owners: &Owners) {
-        for (tensor, Range { start, end }) in inside(held, run) {
-            let thin = self.is_thin(tensor, owners);
-            for interval in tensor.at(start)..=tensor.at(end - 1) {
-                let lines = tensor.interval(interval);
-                for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
-                    for cell in tensor.cover.cells(tensor.cover.section(interval)) {
-                        if let Some(from) = tensor.giver(cell, interval, &stretch, self.rank, thin) {
-                            self.serve(tensor, &stretch, run, (from.1, from.0), thin);
+        for (held, Range { start, end }) in inside(held, run) {
+            let relays = self.relays_of(held, owners);
+            for interval in held.at(start)..=held.at(end - 1) {
+                let lines = held.interval(interval);
+                for stretch in held.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
+                    let at = At { held, stretch: &stretch, run, relays };
+                    for cell in held.cover.cells(held.cover.section(interval)) {
+                        let from = held.giver(cell, interval, &stretch, self.rank, relays.is_some());
+                        let Some((giver, tile)) = from else { continue };
+                        let Some(item) = self.item(held, &stretch, tile, giver) else { continue };
+                        if giver == self.rank {
+                            self.keep(stretch.start, item);
+                        } else {
+                            let far = self.relay(&at, giver, tile).unwrap_or(giver);
+                            self.deal(&at, far, item);
                         }
                     }
                 }
             }
-        }
-    }
-
-    /// The ranges that this rank reads of a file, and the items that it receives of the rest of it. A member of a team
-    /// reads what others of it want, too, and perhaps only that.
-    fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
-        let held = self.held(shard)?;
-        let apart = self.share.apart && self.share.team_size()? == 1;
-        let is_apart = |tensor: &Held<'_>, at| apart && tensor.is_apart(&tensor.extent(at));
-        for tensor in &held {
-            let (own, thin) = (self.own(tensor), self.is_thin(tensor, owners));
-            for interval in self.near(tensor, &own, thin) {
-                for (run, range) in owners.within(shard, tensor.interval(interval)) {
-                    for stretch in tensor.cut(interval, range, false) {
-                        if is_apart(tensor, stretch.start) {
-                            self.read_apart(tensor, interval, &own, &stretch);
-                        } else if run.rank != self.rank {
-                            self.receive(tensor, interval, &own, (&stretch, run, thin));
-                        }
-                    }
-                }
-            }
-        }
-        let rank = self.rank;
-        for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
-            for (tensor, Range { start: mut at, end }) in inside(&held, run) {
-                let thin = self.is_thin(tensor, owners);
-                while at < end {
-                    let extent = tensor.extent(at);
-                    at = extent.end;
-                    if !is_apart(tensor, extent.start) {
-                        self.read(tensor, &extent, run, thin);
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds this rank's part of an extent that is read apart.
-    fn read_apart(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, stretch: &Range<u64>) {
-        for &(_, tile, part) in &own.tiles[&tensor.cover.section(interval)] {
-            if let Some(item) = self.item(tensor, stretch, tile, part) {
-                self.range(tensor.shard, stretch.start, stretch.end);
-                self.apart.push(item);
-            }
-        }
-    }
-
-    /// Adds the parts of a stretch that another rank reads: those that this rank wants, and those that it relays.
-    fn receive(
-        &mut self,
-        tensor: &Held<'_>,
-        interval: usize,
-        own: &Own,
-        (stretch, run, thin): (&Range<u64>, &Run, bool),
-    ) {
-        let section = tensor.cover.section(interval);
-        let relay = self.relay(tensor, stretch.start, run, self.rank, thin);
-        if relay != Some(self.rank) {
-            for &(_, tile, part) in own.tiles.get(&section).into_iter().flatten() {
-                if let Some(item) = self.item(tensor, stretch, tile, part) {
-                    self.hand(tensor, stretch.start, run, relay, item);
-                }
-            }
-            return;
-        }
-        for &tile in tensor.cover.cells(section).flatten() {
-            for &peer in tensor.ranks(tile) {
-                let part = part(tensor.cover, &tensor.spreads, tile, peer).unwrap_or(0);
-                let Some(item) = self.item(tensor, stretch, tile, part) else { continue };
-                if peer == self.rank {
-                    self.hand(tensor, stretch.start, run, relay, item);
-                } else if self.relay(tensor, stretch.start, run, peer, thin) == relay {
-                    self.pass(tensor, stretch.start, run, peer, item);
-                }
-            }
-        }
-    }
-
-    /// Adds an extent that this rank reads, as part of a run, unless no rank wants any of it.
-    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: &Run, thin: bool) {
-        let mut wanted = false;
-        for interval in held.at(extent.start)..=held.at(extent.end - 1) {
-            let lines = held.interval(interval);
-            let stretch = extent.start.max(lines.start)..extent.end.min(lines.end);
-            for &tile in held.cover.cells(held.cover.section(interval)).flatten() {
-                for &peer in held.ranks(tile) {
-                    wanted |= self.serve(held, &stretch, run, (tile, peer), thin);
-                }
-            }
-        }
-        if wanted {
-            self.range(held.shard, extent.start, extent.end);
         }
     }
 }
 
 /// The tensors of a file that lie in a run, each with its bytes there, counted in the file.
-fn inside<'a, 'b>(held: &'a [Held<'b>], run: &Run) -> impl Iterator<Item = (&'a Held<'b>, Range<u64>)> {
+pub(super) fn inside<'a, 'b>(
+    held: &'a [Held<'b>],
+    run: &Run,
+) -> impl Iterator<Item = (&'a Held<'b>, Range<u64>)> {
     let Run { start, end, .. } = *run;
     let first = held.partition_point(|tensor| tensor.range.end <= start);
     let within = held[first..].iter().take_while(move |tensor| tensor.range.start < end);

@@ -141,7 +141,7 @@ impl<'a> Held<'a> {
 
 /// The one of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These ranks are
 /// likely to be on one host, and in one copy of the model.
-fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
+pub(super) fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
     while let [first, _, ..] = *ranks {
         // The highest bit in which they differ. Those without it come first.
         let bit = 1 << (first ^ ranks[ranks.len() - 1]).ilog2();

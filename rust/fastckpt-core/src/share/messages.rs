@@ -31,8 +31,11 @@ pub struct Item {
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
-    /// This rank relays it: they are in this message of [`super::Duties::relays`] instead, from this byte on.
-    pub relayed: Option<(usize, u64)>,
+    /// This rank has or wants it itself.
+    pub own: bool,
+    /// This rank relays it: they come from this message of [`super::Duties::relays`], or go to each of these, from this
+    /// byte on.
+    pub relayed: Vec<(usize, u64)>,
 }
 
 /// Bytes that travel together from one rank to another: those of its items, one after another.
@@ -42,6 +45,8 @@ pub struct Message {
     pub peer: u32,
     /// The number of bytes.
     pub bytes: u64,
+    /// Those of a lower phase come first.
+    pub phase: u64,
     /// Not empty, in the order of files and offsets.
     pub items: Vec<Item>,
 }
@@ -63,8 +68,9 @@ pub(super) struct Spot {
 /// Every rank sends and receives in this order, so that none waits in a circle. In each block, a rank serves first its
 /// neighbour, then the next one: if all went in the order of files, all would serve one rank after another.
 ///
-/// Before all other messages of a save, and after those of a load, come those between relays and their teams. So what a
-/// relay passes on never waits for a message that waits for it.
+/// Before all other messages of a save come those between relays and the ranks that they relay for. In a load they come
+/// last in each window of blocks, and no message has bytes of two windows. So what a relay passes on never waits for a
+/// message that waits for it, and a relay has that of one window at the same time.
 pub(super) type Turn = (u64, u32);
 
 /// The messages of one rank in one direction, while items are added.
@@ -72,6 +78,8 @@ pub(super) type Turn = (u64, u32);
 pub(super) struct Mailbox {
     /// A message with this many bytes takes no more items.
     full: u64,
+    /// Blocks of a window.
+    window: u64,
     /// The spot of the first item of each message, and the turn of its last one.
     messages: Vec<(Spot, Turn, Message)>,
     /// The last message of each peer, by whether one of the two relays it for the other.
@@ -79,10 +87,10 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// No messages yet, in a job of this many ranks.
-    pub(super) fn new(ranks: u32) -> Self {
+    /// No messages yet, in a job of this many ranks, with windows of this many blocks.
+    pub(super) fn new(ranks: u32, window: u64) -> Self {
         let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
-        Self { full, messages: Vec::new(), last: HashMap::new() }
+        Self { full, window, messages: Vec::new(), last: HashMap::new() }
     }
 
     /// Adds an item at `spot`. Items come in the order of files and offsets. Items of one pair of ranks must come in the
@@ -92,8 +100,9 @@ impl Mailbox {
         if let Some(&last) = self.last.get(&key) {
             let (first, turn, message) = &mut self.messages[last];
             let near = first.shard == spot.shard && spot.offset - first.offset < SPAN;
-            // A relay has all of its messages at the same time.
-            if message.bytes < self.full && (near || spot.hop) {
+            let with = first.turn.0 / self.window == spot.turn.0 / self.window;
+            // A relay has all of its messages of a window at the same time.
+            if message.bytes < self.full && with && (near || spot.hop) {
                 let at = message.bytes;
                 message.bytes += item.len;
                 message.items.push(item);
@@ -102,7 +111,8 @@ impl Mailbox {
             }
         }
         self.last.insert(key, self.messages.len());
-        self.messages.push((spot, spot.turn, Message { peer, bytes: item.len, items: vec![item] }));
+        let message = Message { peer, bytes: item.len, phase: 0, items: vec![item] };
+        self.messages.push((spot, spot.turn, message));
         (self.messages.len() - 1, 0)
     }
 
@@ -110,7 +120,12 @@ impl Mailbox {
     /// all of it was read: then it is the order of their last items. Also returns the place of each in this order.
     pub(super) fn finish(self, load: bool) -> (Vec<Message>, Vec<usize>) {
         let mut order: Vec<_> = self.messages.into_iter().enumerate().collect();
-        order.sort_by_key(|(_, (first, last, _))| (first.hop == load, if load { *last } else { first.turn }));
+        for (_, (first, _, message)) in &mut order {
+            message.phase = 2 * (first.turn.0 / self.window) + u64::from(first.hop == load);
+        }
+        order.sort_by_key(|(_, (first, last, message))| {
+            (message.phase, if load { *last } else { first.turn })
+        });
         let mut places = vec![0; order.len()];
         order.iter().enumerate().for_each(|(place, (number, _))| places[*number] = place);
         (order.into_iter().map(|(_, (_, _, message))| message).collect(), places)
@@ -124,11 +139,15 @@ mod tests {
     #[test]
     fn a_message_is_full_at_a_mebibyte_and_stays_near_its_first_item() {
         let rows = Arc::new(Rows::new(0, 1 << 30, std::iter::empty()));
-        let mut mailbox = Mailbox::new(64);
+        let mut mailbox = Mailbox::new(64, u64::MAX);
         let mut add = |peer, shard, offset: u64, len| {
             let (bytes, rows) = (offset..offset + len, Arc::clone(&rows));
             let spot = Spot { shard, offset, turn: (0, 0), hop: false };
-            mailbox.add(peer, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len, relayed: None });
+            mailbox.add(
+                peer,
+                spot,
+                Item { tensor: 0, bytes, part: 0, rows, base: 0, len, own: true, relayed: Vec::new() },
+            );
         };
         add(1, 0, 0, FULL - 1);
         add(2, 0, FULL, 1);
@@ -156,14 +175,23 @@ mod tests {
     fn a_block_with_bytes_of_all_ranks_needs_little_memory() {
         let rows = Arc::new(Rows::new(0, 1 << 30, std::iter::empty()));
         for (ranks, most) in [(1, FULL), (64, FULL), (256, OF_ALL / 256), (1024, LEAST), (100_000, LEAST)] {
-            let mut mailbox = Mailbox::new(ranks);
+            let mut mailbox = Mailbox::new(ranks, u64::MAX);
             for at in (0..4 * FULL).step_by(4096) {
                 let (bytes, rows) = (at..at + 4096, Arc::clone(&rows));
                 let spot = Spot { shard: 0, offset: at, turn: (0, 0), hop: false };
                 mailbox.add(
                     0,
                     spot,
-                    Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096, relayed: None },
+                    Item {
+                        tensor: 0,
+                        bytes,
+                        part: 0,
+                        rows,
+                        base: 0,
+                        len: 4096,
+                        own: true,
+                        relayed: Vec::new(),
+                    },
                 );
             }
             let messages = mailbox.finish(false).0;

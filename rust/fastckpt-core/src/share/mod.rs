@@ -15,6 +15,7 @@ mod messages;
 mod owners;
 mod pieces;
 mod place;
+mod read;
 mod replicas;
 mod runs;
 mod spread;

@@ -17,6 +17,9 @@ use crate::format::geometry::down;
 
 /// No more ranks are chosen for a team: each of them sends messages to all others.
 const MOST: u32 = 128;
+/// In a job of `MANY` ranks or more, no rank should write more files: each is opened by all of its writers.
+const FILES: u64 = 10;
+const MANY: u32 = 2048;
 
 /// The runs of teams, while they are found.
 struct Finder<'a> {
@@ -128,7 +131,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Deals the runs of each team to its members.
-    fn deal(&self, thin: HashSet<usize>) -> Owners {
+    fn deal(&self) -> Vec<Vec<Run>> {
         let block_size = self.share.block_size;
         let mut totals = vec![0; self.teams.len()];
         self.runs.iter().flatten().for_each(|(range, team)| totals[*team] += range.end - range.start);
@@ -163,7 +166,7 @@ impl<'a> Finder<'a> {
             }
             file
         });
-        Owners::new(files.collect(), thin)
+        files.collect()
     }
 }
 
@@ -190,18 +193,54 @@ impl Share {
             runs: Vec::with_capacity(self.files.len()),
         };
         (0..self.files.len()).try_for_each(|shard| finder.file(shard))?;
-        let thin = finder.teams.thin()?;
-        Ok(made.get_or_init(|| finder.deal(thin)))
+        let (relays, window) = finder.teams.relays(grain)?;
+        Ok(made.get_or_init(|| Owners::new(finder.deal(), relays, window)))
     }
 
     /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose
-    /// pieces of a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces.
+    /// pieces of a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces. Teams
+    /// of a job of many ranks are larger where each of these would write many files.
     pub fn team_size(&self) -> Result<u32> {
         if let Some(&size) = self.team_size.get() {
             return Ok(size);
         }
-        let wanted = if self.team > 0 { self.team } else { self.typical()? };
+        let mut wanted = if self.team > 0 { self.team } else { self.typical()? };
+        while self.team == 0 && self.ranks >= MANY && wanted < MOST && self.files_of_rank(wanted)? > FILES {
+            wanted *= 2;
+        }
         Ok(*self.team_size.get_or_init(|| wanted.min(self.ranks)))
+    }
+
+    /// How many files a rank writes on average, about, in teams of so many ranks: each of its teams, for tensors that are
+    /// cut in different ways, deals its files to its members, one run after another.
+    fn files_of_rank(&self, team: u32) -> Result<u64> {
+        let mut files: HashMap<usize, HashSet<usize>> = HashMap::new();
+        for (shard, order) in self.order.iter().enumerate() {
+            for &tensor in order {
+                files.entry(self.class[tensor]).or_default().insert(shard);
+            }
+        }
+        let mut teams = Teams::of_size(self, team, false);
+        let mut of_team: HashMap<usize, (HashSet<usize>, usize)> = HashMap::new();
+        for tensor in self.with_bytes() {
+            let Some(files) = files.remove(&self.class[tensor]) else { continue };
+            let held = Held::new(self, tensor, None)?;
+            let copies = held.cover.copies().max(1) as usize;
+            let mut at = held.range.start;
+            while at < held.range.end {
+                let (domain, team) = teams.domain(&held, at);
+                let of = of_team.entry(team).or_insert_with(|| (HashSet::new(), copies));
+                of.0.extend(&files);
+                of.1 = of.1.min(copies);
+                at = domain.end;
+            }
+        }
+        let (mut opens, mut ranks) = (0, HashSet::<u32>::new());
+        for (team, (files, copies)) in of_team {
+            opens += files.len() / copies + teams.ranks(team).len();
+            ranks.extend(teams.ranks(team));
+        }
+        Ok((opens / ranks.len().max(1)) as u64)
     }
 
     fn typical(&self) -> Result<u32> {

@@ -58,7 +58,7 @@ impl Share {
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
-        let mut work = Work::new(self, rank, &[], false)?;
+        let mut work = Work::new(self, rank, (&[], false), u64::MAX)?;
         // Also of files that no rank writes: they are linked because of one copy.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
@@ -81,7 +81,7 @@ impl Share {
                         continue;
                     }
                     let stretch = held.interval(interval);
-                    let Some(all) = work.item(&held, &stretch, tile, part) else { continue };
+                    let Some(all) = work.item(&held, &stretch, tile, rank) else { continue };
                     let mut ranks: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
                     ranks.sort_unstable();
                     let holders = *known.entry(ranks).or_insert_with_key(|ranks| {

@@ -1,6 +1,6 @@
 //! Runs of files: ranges that one rank writes or reads. Pure.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// What the duties are for.
@@ -36,14 +36,30 @@ impl Run {
 pub(super) struct Owners {
     /// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
     runs: Vec<Vec<Run>>,
-    /// The classes of tensors whose pieces are relayed ([`super::teams`]).
-    pub(super) thin: HashSet<usize>,
+    /// The classes of tensors that are relayed.
+    relays: HashMap<usize, Relays>,
+    /// The blocks of a window ([`super::messages::Turn`]).
+    pub(super) window: u64,
+}
+
+/// Who relays the pieces of a tensor ([`super::teams`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Relays {
+    /// A member of the team.
+    Team,
+    /// Of a load, one of the ranks that want the same piece.
+    Copies,
 }
 
 impl Owners {
     /// The owners with these runs of each file.
-    pub(super) const fn new(runs: Vec<Vec<Run>>, thin: HashSet<usize>) -> Self {
-        Self { runs, thin }
+    pub(super) const fn new(runs: Vec<Vec<Run>>, relays: HashMap<usize, Relays>, window: u64) -> Self {
+        Self { runs, relays, window }
+    }
+
+    /// Who relays the pieces of tensors of a class, if somebody does.
+    pub(super) fn relays(&self, class: usize) -> Option<Relays> {
+        self.relays.get(&class).copied()
     }
 
     /// The runs of a file.

@@ -2,19 +2,25 @@
 //!
 //! What a team has, or wants, of a tensor is its **domain**. Where the pieces are short and the tensor has several
 //! domains, it is **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another
-//! team give theirs to one of them, the **relay**, which passes them on together.
+//! team give theirs to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of
+//! a grain of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Range;
 
 use super::cover::LONG;
-use super::held::Held;
-use super::runs::Run;
+use super::held::{Held, nearest};
+use super::runs::{Relays, Run};
 use super::table::Share;
 use crate::error::Result;
 
-/// Bytes of thin tensors that a rank relays, about: it has them in memory all at the same time.
+/// Bytes that a rank relays and has in memory all at the same time, about: thin tensors of a save, what it relays in a
+/// window of a load.
 const RELAYED: u64 = 64 << 20;
+/// A relay of a load passes bytes on to no more ranks of its team, or with its piece.
+const TOGETHER: u32 = 64;
+/// A grain of a load that no more ranks want is sent to each of them, unless teams of another size were requested.
+const FEW: u32 = 16;
 
 /// The domains of the tensors of a class.
 #[derive(Debug)]
@@ -44,15 +50,20 @@ pub(super) struct Teams<'a> {
 impl<'a> Teams<'a> {
     /// None yet, of a save or a load.
     pub(super) fn new(share: &'a Share, load: bool) -> Result<Self> {
-        Ok(Self {
+        Ok(Self::of_size(share, share.team_size()?, load))
+    }
+
+    /// None yet, of this size.
+    pub(super) fn of_size(share: &'a Share, least: u32, load: bool) -> Self {
+        Self {
             share,
             load,
-            least: share.team_size()?,
+            least,
             domains: HashMap::new(),
             known: HashMap::new(),
             all: Vec::new(),
             numbers: HashMap::new(),
-        })
+        }
     }
 
     /// The ranks of a team, ascending. Only a load has a team without any.
@@ -123,44 +134,65 @@ impl<'a> Teams<'a> {
         (bytes, team)
     }
 
-    /// The rank that relays what `rank` has or wants of the byte at `offset`, which is in `run`, if another one does: a
-    /// member of its team, or of its part of a team that has several copies. The members of two teams with the same seat
-    /// deal with each other, so that each hears from few ranks of other teams, and relays as much as others.
+    /// The rank that relays what `rank` has or wants of the byte at `offset`, which is in `run`, if it is not sent
+    /// directly: a member of its team, or of its part of a team that has several copies. The members of two teams with
+    /// the same seat deal with each other, so that each hears from few ranks of other teams, and relays as much as others.
     pub(super) fn relay(&mut self, held: &Held<'_>, offset: u64, run: &Run, rank: u32) -> Option<u32> {
+        let most = if self.load { self.least.max(TOGETHER) } else { self.least };
         let team = self.domain(held, offset).1;
-        let ranks = self.ranks(team);
-        let place = ranks.binary_search(&rank).ok()?;
-        let near = ranks.chunks(self.least as usize).nth(place / self.least as usize)?;
+        let near = part_of(self.ranks(team), rank, most)?;
         let is_foreign = near.binary_search(&run.rank).is_err();
         is_foreign.then(|| near[run.seat as usize % near.len()])
     }
 
-    /// The classes of thin tensors: those with the shortest pieces, as long as a rank can relay them all.
-    pub(super) fn thin(&mut self) -> Result<HashSet<usize>> {
-        if self.least == 1 {
-            return Ok(HashSet::new());
-        }
+    /// Who relays the tensors of classes, and the blocks of a window. Thin are those with the shortest pieces, as long as
+    /// a rank can relay them all.
+    pub(super) fn relays(&mut self, grain: u64) -> Result<(HashMap<usize, Relays>, u64)> {
+        let few = match self.share.team {
+            0 | 1 => self.least.max(FEW),
+            requested => requested,
+        };
         let mut of_class: HashMap<usize, (usize, u64)> = HashMap::new();
         for &tensor in self.share.order.iter().flatten() {
             of_class.entry(self.share.class[tensor]).or_insert((tensor, 0)).1 +=
                 self.share.tensors[tensor].stored;
         }
-        let mut found = Vec::new();
+        let (mut thin, mut found, mut most) = (Vec::new(), HashMap::new(), 1);
         for (class, (tensor, bytes)) in of_class {
             let held = Held::new(self.share, tensor, None)?;
-            let copies = if self.load { u64::from(held.cover.copies()) } else { 1 };
-            let (share, Domains { firsts, pieces }) = (self.share, self.domains(&held));
-            let piece = share.tensors[tensor].stored / (*pieces).max(1);
-            if firsts.len() > 2 && piece < LONG as u64 {
-                found.push((piece, class, bytes * copies / (*pieces).min(u64::from(share.ranks)).max(1)));
+            let (share, least, load) = (self.share, self.least, self.load);
+            let Domains { firsts, pieces } = self.domains(&held);
+            let (pieces, stored) = ((*pieces).max(1), share.tensors[tensor].stored);
+            let copies = if load { u64::from(held.cover.copies()) } else { 1 };
+            if least > 1 && firsts.len() > 2 && stored / pieces < LONG as u64 {
+                thin.push((stored / pieces, class, bytes / pieces.min(u64::from(share.ranks))));
+            }
+            let together = u128::from(grain) * u128::from(pieces) / u128::from(stored);
+            if copies > 1 && together.clamp(1, pieces.into()) * u128::from(copies) > few.into() {
+                found.insert(class, Relays::Copies);
+                most = most.max(copies.min(TOGETHER.into()) - 1);
             }
         }
-        found.sort_unstable();
+        thin.sort_unstable();
         let mut relayed = 0;
-        let few = found.into_iter().take_while(|&(_, _, bytes)| {
+        let thin = thin.into_iter().take_while(|&(_, _, bytes)| {
             relayed += bytes;
             relayed <= RELAYED
         });
-        Ok(few.map(|(_, class, _)| class).collect())
+        found.extend(thin.map(|(_, class, _)| (class, Relays::Team)));
+        let window = (RELAYED / (self.share.block_size * most)).max(1);
+        Ok((found, if self.load { window } else { u64::MAX }))
     }
+}
+
+/// The rank that relays the piece of a load that all of `ranks`, ascending, want, to `rank` of them. `None` if its
+/// `reader` sends it directly.
+pub(super) fn of_copies(ranks: &[u32], reader: u32, rank: u32) -> Option<u32> {
+    let near = part_of(ranks, rank, TOGETHER)?;
+    if near.len() == 1 || near.binary_search(&reader).is_ok() { None } else { nearest(near, reader) }
+}
+
+/// The part of `ranks` with `rank`: they are divided into parts of `most`.
+fn part_of(ranks: &[u32], rank: u32, most: u32) -> Option<&[u32]> {
+    ranks.chunks(most as usize).nth(ranks.binary_search(&rank).ok()? / most as usize)
 }

@@ -181,21 +181,23 @@ impl Job {
             let mut passed = Vec::new();
             for message in self.of_owners(all, rank, purpose) {
                 for (item, plain) in message.items.iter().zip(plain(message)) {
-                    let whose = item.relayed.map_or(rank, |place| {
+                    assert!(item.own || !item.relayed.is_empty(), "nothing comes in vain");
+                    if item.own {
+                        each(message.peer, rank, &plain);
+                    }
+                    for &place in &item.relayed {
                         passed.push((place, item.len));
                         let (hop, mut at) = (&duties.relays[place.0], 0);
                         let there = hop.items.iter().find(|item| {
                             at += item.len;
                             at > place.1
                         });
-                        assert_eq!(
-                            (there, at),
-                            (Some(&plain), place.1 + item.len),
-                            "what comes is what goes"
-                        );
-                        hop.peer
-                    });
-                    each(message.peer, whose, &plain);
+                        let there = there.unwrap();
+                        // Each rank has its own parts.
+                        let same = Item { part: there.part, ..plain.clone() };
+                        assert_eq!((there, at), (&same, place.1 + item.len), "what comes is what goes");
+                        each(message.peer, hop.peer, there);
+                    }
                 }
             }
             passed.sort_unstable();
@@ -218,12 +220,12 @@ impl Job {
             let to = |messages: &'a [Message], peer: u32| {
                 messages.iter().filter(move |message| message.peer == peer)
             };
-            let both = to(&all[rank as usize].boxes, peer).collect::<Vec<_>>();
-            let relayed = to(&all[peer as usize].relays, rank).count();
-            assert_eq!(both.len() - relayed, to(&all[peer as usize].io, rank).count());
-            // Those of relays are first in a save, and last in a load.
-            let own = if purpose == Purpose::Save { relayed..both.len() } else { 0..both.len() - relayed };
-            found.extend(&both[own]);
+            // Those of relays are first in a save, and last in each window of a load.
+            let last = u64::from(purpose == Purpose::Save);
+            let own = to(&all[rank as usize].boxes, peer).filter(|message| message.phase % 2 == last);
+            let first = found.len();
+            found.extend(own);
+            assert_eq!(found.len() - first, to(&all[peer as usize].io, rank).count());
         }
         found
     }
@@ -458,7 +460,7 @@ impl Job {
 
 /// The items of a message without what the rank knows of them that relays them.
 fn plain(message: &Message) -> Vec<Item> {
-    message.items.iter().map(|item| Item { relayed: None, ..item.clone() }).collect()
+    message.items.iter().map(|item| Item { own: true, relayed: Vec::new(), ..item.clone() }).collect()
 }
 
 /// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle. What
@@ -486,10 +488,10 @@ fn in_one_order(all: &[Duties], purpose: Purpose) {
         });
         keys.iter().flat_map(|keys| keys.windows(2)).for_each(|pair| comes(pair[0], pair[1]));
         for (number, message) in duties.boxes.iter().enumerate() {
-            for (hop, _) in message.items.iter().filter_map(|item| item.relayed) {
+            for &(hop, _) in message.items.iter().flat_map(|item| &item.relayed) {
                 match purpose {
                     Purpose::Save => comes(keys[1][hop], keys[0][number]),
-                    Purpose::Load => comes(keys[1][number], keys[0][duties.io.len() + hop]),
+                    Purpose::Load => comes(keys[1][number], keys[0][duties.sent()[1][hop]]),
                 }
             }
         }
@@ -765,6 +767,74 @@ fn thin_tensors_come_from_one_rank_of_each_team() {
                 "{relayed}"
             );
         }
+    }
+}
+
+#[test]
+fn a_rank_relays_the_shortest_pieces_and_no_more_than_it_can_hold() {
+    // Pieces of 60 KiB, 66 MiB of a rank, and norms.
+    let shapes = [vec![&[16, 30 << 10][..]; 1125], vec![&[1 << 12][..]; 40]].concat();
+    let Job { share, .. } = large_job(&shapes, vec![mesh(&[16], &[Placement::Shard(0)])], 16);
+    let share = share.in_teams(1 << 20, 4).unwrap();
+    let relayed = |duties: Duties| duties.relays.into_iter().flat_map(|message| message.items);
+    let relays: Vec<Item> =
+        (0..16).flat_map(|rank| relayed(share.duties(rank, Purpose::Save).unwrap())).collect();
+    assert!(!relays.is_empty() && relays.iter().all(|item| item.tensor >= 1125));
+}
+
+#[test]
+fn the_members_of_a_team_relay_alike() {
+    // Norms in 32 grains: one of each rank.
+    let spreads = vec![mesh(&[32], &[Placement::Shard(0)])];
+    let norms = tensors(&vec![&[1 << 16][..]; 256], &spreads);
+    let job = Job::large(PAGE, 1 << 20, norms, spreads, 32);
+    let job = Job { share: job.share.in_teams(1 << 20, 4).unwrap(), ..job };
+    for purpose in [Purpose::Save, Purpose::Load] {
+        let bytes = |duties: &Duties| duties.relays.iter().map(|message| message.bytes).sum::<u64>();
+        let relayed: Vec<u64> = job.duties(purpose).unwrap().iter().map(bytes).collect();
+        let mean = relayed.iter().sum::<u64>() / 32;
+        assert!(mean > 0 && relayed.iter().all(|&bytes| bytes <= 2 * mean), "{relayed:?}");
+    }
+}
+
+#[test]
+fn teams_of_many_ranks_are_larger_where_each_would_write_many_files() {
+    // A piece of 256 KiB of each file: 16 of them are a grain.
+    for (ranks, files, team) in [(1024, 216, 16), (2048, 216, 32), (2048, 100, 16), (4096, 700, 128)] {
+        let tensor = |shard| Tensor { shard, ..tensors(&[&[u64::from(ranks) << 7, 1024]], &[]).remove(0) };
+        let spread = mesh(&[u64::from(ranks)], &[Placement::Shard(0)]);
+        let all = (0..files).map(|shard| Tensor { spreads: vec![0], ..tensor(shard) }).collect();
+        let Job { share, .. } = Job::large(PAGE, 4 << 20, all, vec![spread], ranks);
+        assert_eq!(
+            share.in_teams(4 << 20, 0).unwrap().team_size().unwrap(),
+            team,
+            "{ranks} ranks, {files} files"
+        );
+    }
+}
+
+#[test]
+fn a_piece_that_several_want_is_sent_once_and_passed_on() {
+    // Four copies of many tensors of one block, each in eight pieces: 32 ranks want something of each block.
+    let spread = mesh(&[4, 8], &[Placement::Replicate, Placement::Shard(0)]);
+    let job = large_job(&vec![&[512, 4096][..]; 256], vec![spread], 32);
+    let all = job.duties(Purpose::Load).unwrap();
+    in_one_order(&all, Purpose::Load);
+    let total: u64 = 256 * (4 << 20);
+    let bytes = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum::<u64>();
+    let travels: u64 = all.iter().map(|duties| bytes(&duties.boxes)).sum();
+    assert!(travels <= 4 * total - total / 8 && travels > 3 * total, "{travels}");
+    for duties in &all {
+        let (sent, received) = duties.lanes(Purpose::Load);
+        let mut peers: Vec<u32> = sent.iter().chain(&received).map(|message| message.peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        // Those with the other pieces of its copy, and with the other copies of its piece.
+        assert!(peers.len() <= 7 + 3, "{} peers", peers.len());
+        // A relay has what it passes on in one window after another.
+        let windows = duties.relays.chunk_by(|one, next| one.phase == next.phase);
+        assert!(windows.clone().count() > 1);
+        assert!(windows.map(bytes).all(|relayed| relayed <= 2 * (64 << 20)));
     }
 }
 

@@ -538,7 +538,7 @@ fn they_fit(share: &Share, all: &[Duties], purpose: Purpose) {
 /// Each part of a rank is filled once by a load.
 fn gets_all(share: &Share, rank: u32, duties: &Duties) {
     let mut found: BTreeMap<(usize, u32), u64> = BTreeMap::new();
-    let others = duties.boxes.iter().flat_map(|message| &message.items).filter(|item| item.relayed.is_none());
+    let others = duties.boxes.iter().flat_map(|message| &message.items).filter(|item| item.own);
     for item in duties.local.iter().chain(&duties.apart).chain(others) {
         *found.entry((item.tensor, item.part)).or_default() += item.len;
     }

@@ -17,7 +17,7 @@ use crate::ranks::places::Place;
 use crate::save::{Contents, Request, save};
 use crate::share::{Placement, Spread, Tensor};
 
-const RANKS: u32 = 3;
+const RANKS: u32 = 4;
 const SHAPES: [[u64; 2]; 7] = [[700, 301], [5, 3], [1, 1], [64, 64], [301, 1024], [0, 7], [9, 4099]];
 
 type Memory = Arc<Mutex<Vec<u8>>>;
@@ -27,8 +27,9 @@ struct Saved {
     _parent: tempfile::TempDir,
     checkpoint: Arc<Checkpoint>,
     bytes: Vec<Vec<u8>>,
-    /// Ranks of a team.
+    /// Ranks of a team, and with the same chunks.
     team: u32,
+    copies: u32,
 }
 
 fn options() -> Options {
@@ -71,15 +72,21 @@ fn saved() -> Saved {
         overwrite: true,
     };
     save(&request, &options(), &mut |_, _| true).unwrap();
-    Saved { _parent: parent, checkpoint: Arc::new(Checkpoint::open(&path).unwrap()), bytes, team: 1 }
+    Saved {
+        _parent: parent,
+        checkpoint: Arc::new(Checkpoint::open(&path).unwrap()),
+        bytes,
+        team: 1,
+        copies: 1,
+    }
 }
 
 /// The dimension that ranks have chunks of; without one, they have everything.
 type Layout = Option<usize>;
 
-/// The part of `size` indices that `torch.chunk` gives to `rank`.
-fn chunk(size: u64, rank: u32) -> Range<usize> {
-    let len = size.div_ceil(u64::from(RANKS));
+/// The part of `size` indices that `torch.chunk` gives to `rank` of `ranks`.
+fn chunk(size: u64, rank: u32, ranks: u32) -> Range<usize> {
+    let len = size.div_ceil(u64::from(ranks));
     let edge = |index: u32| (len * u64::from(index)).min(size) as usize;
     edge(rank)..edge(rank + 1)
 }
@@ -97,8 +104,8 @@ impl Saved {
         };
         let spread = layout.map_or(Spread::All, |dim| Spread::Mesh {
             ranks: (0..RANKS).collect(),
-            mesh: vec![RANKS.into()],
-            placements: vec![Placement::Shard(dim)],
+            mesh: vec![self.copies.into(), (RANKS / self.copies).into()],
+            placements: vec![Placement::Replicate, Placement::Shard(dim)],
         });
         let files = body.shards.iter().map(|shard| (shard.data_offset, shard.bytes)).collect();
         let tensors = body.tensors.iter().map(tensor).collect();
@@ -107,11 +114,11 @@ impl Saved {
     }
 
     fn expected(&self, rank: u32, layout: Layout, tensor: usize) -> Vec<u8> {
-        let [rows, columns] = SHAPES[tensor];
+        let ([rows, columns], ranks) = (SHAPES[tensor], RANKS / self.copies);
         let (mut of_rows, mut of_columns) = (0..rows as usize, 0..columns as usize);
         match layout {
-            Some(0) => of_rows = chunk(rows, rank),
-            Some(_) => of_columns = chunk(columns, rank),
+            Some(0) => of_rows = chunk(rows, rank % ranks, ranks),
+            Some(_) => of_columns = chunk(columns, rank % ranks, ranks),
             None => {}
         }
         let row = |row: usize| &self.bytes[tensor][row * columns as usize..][of_columns.clone()];
@@ -153,20 +160,24 @@ fn read(ranks: &[RankLoad], options: impl Fn(usize) -> Options + Sync) -> Vec<Re
 fn all_parts_are_filled_in_any_budget() {
     let mut saved = saved();
     let total: u64 = saved.bytes.iter().map(|bytes| bytes.len() as u64).sum();
-    for (layout, team) in [(Some(0), 1), (Some(1), 1), (None, 1), (Some(0), 2)] {
-        saved.team = team;
+    for (layout, team, copies) in
+        [(Some(0), 1, 1), (Some(1), 1, 1), (None, 1, 1), (Some(0), 2, 1), (Some(0), 2, 2)]
+    {
+        (saved.team, saved.copies) = (team, copies);
         for budget in [1, 100_000, BUDGET] {
             let (ranks, memories) = saved.ranks(layout, budget);
             let loaded = read(&ranks, |_| options());
             let loaded = loaded.into_iter().collect::<Result<Vec<_>>>().unwrap();
             let sum = |figure: fn(&Loaded) -> u64| loaded.iter().map(figure).sum::<u64>();
             assert_eq!(sum(|loaded| loaded.storage), total, "each byte is read once");
-            // A relay sends bytes once more.
+            // A relay of a team sends bytes once more, and one that wants them itself does not.
             let relayed = sum(|loaded| loaded.sent) - sum(|loaded| loaded.peers);
-            assert_eq!(relayed > 0, team > 1);
+            assert_eq!(relayed > 0, team > copies);
+            let duties = (0..RANKS).map(|rank| saved.share(layout).duties(rank, Purpose::Load).unwrap());
+            assert_eq!(duties.filter(|duties| !duties.relays.is_empty()).count() > 0, team > 1);
             assert!(sum(|loaded| loaded.peers) > 0);
-            let copies = if layout.is_none() { u64::from(RANKS) } else { 1 };
-            assert_eq!(sum(|loaded| loaded.report.bytes), copies * total);
+            let copies = if layout.is_none() { RANKS } else { copies };
+            assert_eq!(sum(|loaded| loaded.report.bytes), u64::from(copies) * total);
             for ((rank, load), memories) in (0..).zip(&ranks).zip(&memories) {
                 for (&tensor, memory) in memories {
                     assert!(

@@ -215,9 +215,32 @@ fn it_ends_when_nothing_is_being_filled() {
 }
 
 #[test]
+fn what_a_relay_passes_on_waits_for_its_window_alone() {
+    // Two messages of a window, the last of which is relayed, and two of the next one.
+    let mail = new(vec![(1, 8); 4], vec![], None, 8).relaying([(1, 0), (3, 2)].into_iter(), 0);
+    let mail = Arc::new(mail);
+    let may_put = |message| mail.may_put(&lock(&mail.state), message);
+    put(&mail, 0, 0).unwrap();
+    assert!(may_put(1), "it takes nothing of the budget");
+    assert!(!may_put(3), "not before those of the first window were sent");
+    mail.sent(0).unwrap();
+    put(&mail, 2, 0).unwrap();
+    assert!(!may_put(3));
+    put(&mail, 1, 0).unwrap();
+    mail.sent(1).unwrap();
+    assert!(may_put(3));
+    mail.sent(2).unwrap();
+
+    // Nothing that this rank has can complete the next one, so the budget holds.
+    let mail = Arc::new(new(vec![(1, 8); 3], vec![], None, 8).relaying([(0, 0)].into_iter(), 0));
+    put(&mail, 1, 0).unwrap();
+    assert!(!mail.may_put(&lock(&mail.state), 2));
+}
+
+#[test]
 fn the_budget_holds_unless_all_would_wait_for_each_other() {
     let mail = Arc::new(new(vec![(1, 8); 4], vec![(1, 8); 4], None, 16));
-    let may_put = |message| lock(&mail.state).may_put(message, 8, 16);
+    let may_put = |message| mail.may_put(&lock(&mail.state), message);
     let may_admit = |message| lock(&mail.state).may_admit(message, 8, 16);
     for message in [1, 2] {
         put(&mail, message, 0).unwrap();
