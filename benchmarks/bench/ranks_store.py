@@ -131,7 +131,7 @@ class Client:
         schedule = Schedule([when.Every(steps=10**9)], timing)
         preemption = Preemption(HOME, self.signals, self.saves, self.crew)
         self.boundary = Boundary(self.crew, schedule, timing, self.saves, SimpleNamespace(), preemption)
-        self.crew.listen(lambda: self.signals.came)
+        self.crew.listen(self.signals.told)
         self.boundary.should_save(0)
 
     def operation(self, kind: str, path: str) -> peers.Operation:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from torch.distributed import HashStore, TCPStore
 import fastckpt
 from fastckpt import keep, when
 from fastckpt._interval import best_interval
-from fastckpt._manager import after_save, restore, stale
+from fastckpt._manager import after_save, crew, preemption, restore, stale
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.leftovers import UNCHANGED, Leftovers
+from fastckpt._manager.step_boundary import StepBoundary
 from fastckpt._manager.step_timing import StepTiming
-from fastckpt._manager.summons import Summons
+from fastckpt._manager.summons import Called, Came, Summons
 from fastckpt._manager.tier import reasons
 from fastckpt._ranks.peers import Peers
 from fastckpt._ranks.store import Transport
@@ -417,10 +419,11 @@ class Crowd:
 
     def __init__(self, size, store=None):
         self.came = [0] * size
+        self.signals = [()] * size
         self.peers = [Peers(rank, size, store or HashStore(), f"host-{rank}", shown=False) for rank in range(size)]
         self.ranks = [Summons(peers, "run", 60.0, None) for peers in self.peers]
         for rank, each in enumerate(self.ranks):
-            each.listen(lambda rank=rank: self.came[rank])
+            each.listen(lambda rank=rank: Came(self.came[rank], self.signals[rank], 60.0 - rank))
 
     def each(self, function):
         """The results of a function of each rank's number."""
@@ -432,6 +435,14 @@ class Crowd:
         for at in range(1, LONGEST):
             if self.ranks[rank].reach(passes=True):
                 return at
+            time.sleep(0.001)
+        return None
+
+    def until_called(self, rank):
+        """The signals of the call for which a rank asks."""
+        for _ in range(LONGEST):
+            if call := self.ranks[rank].reach(passes=True):
+                return call.signals
             time.sleep(0.001)
         return None
 
@@ -460,9 +471,12 @@ def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls)
         asked, at = [], 0
         while (not asked or at <= max(calls.values())) and at < LONGEST:
             at += 1
-            crowd.came[rank] += calls.get(rank) == at
-            if crowd.ranks[rank].reach(passes=True):
-                asked.append(at)
+            if calls.get(rank) == at:
+                crowd.signals[rank] = (rank + 1,)
+                crowd.came[rank] += 1
+            if call := crowd.ranks[rank].reach(passes=True):
+                assert 0 < call.left <= 60.0
+                asked.append((at, call.signals))
             if draw[rank].random() < 0.3:
                 time.sleep(draw[rank].random() / 100)
         return asked
@@ -470,6 +484,42 @@ def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls)
     first, *others = crowd.each(train)
     assert others == [first] * 6
     assert 1 <= len(first) <= len(calls)
+    told = [number for _, signals in first for number in signals]
+    assert len(told) == len(set(told))
+    assert set(told) <= {rank + 1 for rank in calls}
+    assert told
+
+
+def test_what_was_told_is_not_told_again_before_it_is_answered(crowd):
+    """Mutant: each call tells all that is pending."""
+    crowd.signals[2], crowd.came[2] = (10,), 1
+    assert crowd.each(crowd.until_called) == [(10,)] * 7
+    crowd.signals[5], crowd.came[5] = (12,), 1
+    for _ in range(LONGEST):
+        if all(rank._called for rank in crowd.ranks):
+            break
+        time.sleep(0.001)
+    assert [rank.reach(passes=True).signals for rank in crowd.ranks] == [(12,)] * 7
+
+
+def test_signals_that_a_call_has_told_need_no_question(tmp_path):
+    """Mutants: the signals are taken where some ranks may not know of the call; they are taken twice; one that has come
+    since is forgotten.
+    """
+    ranks = crew.Crew("alone", str(tmp_path))
+    ranks._summons = SimpleNamespace(reach=lambda **_: Called((10,), None), urge=lambda: urged.append(12))
+    signals = preemption.Signals(shared=True)
+    saves, urged = SimpleNamespace(step=4), []
+    boundary = StepBoundary(ranks, None, None, saves, None, SimpleNamespace(signals=signals))
+    for pending, expected in ([10], []), ([10, 12], [12]):
+        ranks._skip, signals._pending[:] = 3, pending
+        assert not ranks.passes(needed=False)
+        # A question would look whether a policy wants the step.
+        agreed = boundary.ask("should_save", 5, None, 0.0)
+        assert (agreed.signals, agreed.due, signals.called, urged) == ((10,), True, True, expected)
+        assert (ranks.take_call(), ranks._skip) == (None, 0)
+    assert not ranks.passes(needed=True)
+    assert ranks.take_call() is None
 
 
 def test_a_rank_may_have_all_ask_soon(crowd):

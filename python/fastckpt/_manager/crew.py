@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fastckpt._ranks.peers import Operation, Peers
     from fastckpt._ranks.session import Session
 
+    from .summons import Called, Came
+
 _T = TypeVar("_T")
 
 #: The share of the time that questions at boundaries may take.
@@ -125,6 +127,7 @@ class Crew:
         #: The number of boundaries that all ranks pass without a question, of those passed since the last one, when
         #: that was, and the seconds that it took.
         self._skip = self._passed = 0
+        self._call: Called | None = None
         self._asked: float | None = None
         self._began = self._cost = 0.0
 
@@ -193,11 +196,11 @@ class Crew:
         leaders = self._round("Manager", value, combine, decide)
         self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
 
-    def listen(self, came: Callable[[], int]) -> None:
+    def listen(self, came: Callable[[], Came]) -> None:
         """From now on any rank may have all of them ask each other: this one when a signal has come. All ranks call it.
 
         Args:
-            came: how many signals have come to this rank.
+            came: the signals that have come to this rank.
         """
         if self._session is not None and self.size > 1:
             peers = self._session.apart()
@@ -215,11 +218,21 @@ class Crew:
             RanksError: a rank has ended, or does not answer.
         """
         passes = not needed and self._skip > 0
-        if (self._summons is not None and self._summons.reach(passes=passes)) or not passes:
+        call = None if self._summons is None else self._summons.reach(passes=passes)
+        # Where all would ask in any case, some may not know of the call.
+        self._call = call if passes and call is not None and call.signals else None
+        if call is not None or not passes:
             return False
         self._skip -= 1
         self._passed += 1
         return True
+
+    def take_call(self) -> Called | None:
+        """The signals that all ranks know at this boundary without a question, if a rank has called for them."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._skip = self._passed = 0
+        return call
 
     def urge(self) -> None:
         """Have all ranks ask each other soon."""
@@ -266,11 +279,15 @@ class Crew:
         return Agreed(tuple(signals), left, saved, due, over, plan)
 
     def first(
-        self, operation: str, find: Callable[[], _T], help_it: Callable[[tuple[int, int]], None] | None = None
+        self,
+        operation: str,
+        find: Callable[[], _T],
+        help_it: Callable[[tuple[int, int]], None] | None = None,
+        step: int | None = None,
     ) -> _T:
         """The result of the first rank; the others wait for as long as it takes.
 
-        One rank of each other host may ``help_it``, given its :attr:`share`.
+        One rank of each other host may ``help_it``, given its :attr:`share`. All are at the same ``step``.
 
         No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
         another.
@@ -281,6 +298,7 @@ class Crew:
         if self._peers is None:
             return find()
         with self._turn(self._peers, operation) as turn:
+            turn.mark({} if step is None else {"step": str(step)})
             found = None
             helps = help_it is not None and self.share is not None
             with _beating(turn, self._given.timeout) if self.leads or helps else contextlib.nullcontext():

@@ -176,7 +176,7 @@ class Manager:
         copies = remote is not None and not self._read_only
         shared = ranks.size > 1 and not self._read_only
         if shared:
-            ranks.listen(lambda: signals.came)
+            ranks.listen(signals.told)
         self._completion = Completion(path, ranks, saves, after_save, drain, preemption, self._boundary, copies, shared)
 
     # Saving.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt._api.progress import until
 
 from .crew import failed_with
+from .summons import Came
 
 if TYPE_CHECKING:
     from .arguments import StepState
@@ -118,6 +119,12 @@ class Signals:
     def pending(self) -> tuple[int, ...]:
         """The signals that have come and were not answered."""
         return tuple(self._pending)
+
+    def told(self) -> Came:
+        """What has come to this rank, for the others."""
+        count = self.came
+        left = None if self.deadline == math.inf else self.deadline - time.monotonic()
+        return Came(count, self.pending, left)
 
     @property
     def called(self) -> bool:
@@ -235,8 +242,10 @@ class Preemption:
             saved, in_time, plan = saves.step, False, dict[str, Any]()
             if given is not None:
                 saved, in_time, plan = self.ranks.first(
-                    "steady: signal", lambda: (saves.step, time.monotonic() < deadline, saves.plan(step))
+                    "steady: signal", lambda: (saves.step, time.monotonic() < deadline, saves.plan(step)), step=step
                 )
+                if not self.ranks.leads:
+                    saves.step = saved
             if saved != step:
                 if given is None or not in_time:
                     raise TimeoutError("no time is left")  # noqa: TRY301 - as a save does that is given up

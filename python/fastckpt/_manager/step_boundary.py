@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .arguments import state_of, step_of
-from .crew import Asked
+from .crew import Agreed, Asked
 
 if TYPE_CHECKING:
-    from .crew import Agreed, Crew
+    from .crew import Crew
     from .preemption import Preemption
     from .saves import Saves
     from .schedule import Schedule
@@ -65,10 +65,14 @@ class StepBoundary:
             if step == agreed.saved:
                 self.preemption.settle()
             # The save that was running may have failed.
-            if not self.ranks.first(
+            saved, in_time = self.ranks.first(
                 "should_save: signal",
-                lambda: step != saves.step and time.monotonic() < self.preemption.signals.deadline,
-            ):
+                lambda: (saves.step, time.monotonic() < self.preemption.signals.deadline),
+                step=step,
+            )
+            if not self.ranks.leads:
+                saves.step = saved
+            if step == saved or not in_time:
                 self.preemption.answer(step, None)
                 return force
         self._wanted, self._plan = (step, agreed.plan) if agreed.due else (None, {})
@@ -140,6 +144,13 @@ class StepBoundary:
     def ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, **more: Any) -> Agreed:
         """Agree with the other ranks on the next action; the arguments are those of :class:`.ranks.Asked`."""
         signals = self.preemption.signals
+        if (call := self.ranks.take_call()) is not None:
+            signals.agree(call.signals, call.left)
+            if not set(signals.pending) <= set(call.signals):
+                # One has come since.
+                self.ranks.urge()
+            # The answer asks the first rank what is saved.
+            return Agreed(call.signals, call.left, self.saves.step, due=True, over=False, plan={})
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
         asked = Asked(step, signals.pending, left, self.saves.step, due, apart, **more)
         agreed = self.ranks.decide(operation, asked)

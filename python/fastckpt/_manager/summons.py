@@ -3,14 +3,16 @@
 In the good case nobody asks. A thread of each rank waits in the store until a rank calls: one to which a signal has
 come, or the first one, whose policy wants a step. Then the threads tell each other how many boundaries their ranks have
 reached, in a turn of their own, and the question takes place at the one behind the last of these. Since no rank has
-reached that, all come to it. A rank that comes to a boundary meanwhile stays there until it knows.
+reached that, all come to it. A rank that comes to a boundary meanwhile stays there until it knows. In the same turn
+they tell each other the signals that have come: where there are some, nobody asks at the boundary either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._ranks.peers import LAST
 from fastckpt._ranks.requests import UnreachableError
@@ -23,6 +25,32 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks whether this rank calls; and those that it may take to leave.
 _LOOK, _LEAVING = 0.5, 5.0
+
+
+class Came(NamedTuple):
+    """What has come to one rank, or to all.
+
+    Attributes:
+        all: how many signals have come so far.
+        signals: those that were not answered.
+        left: seconds until a save for them must be done; None for as long as it takes.
+    """
+
+    all: int
+    signals: tuple[int, ...]
+    left: float | None
+
+
+class Called(NamedTuple):
+    """A call at the boundary for which it is: the signals that have come, and how many seconds are left for a save."""
+
+    signals: tuple[int, ...]
+    until: float | None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until a save for the signals must be done; None for as long as it takes."""
+        return None if self.until is None else self.until - time.monotonic()
 
 
 class RankLeft(BaseException):
@@ -42,9 +70,11 @@ class Summons:
     def __init__(self, peers: Peers, directory: str, timeout: float, place: list[Any] | None) -> None:
         self._peers, self._called_for = peers, (directory, timeout, place)
         self._changed = threading.Condition()
-        #: The boundaries that this rank has reached, and those ahead at which all ask.
+        #: The boundaries that this rank has reached, and those ahead for which a rank has called.
         self._reached = 0
-        self._called: set[int] = set()
+        self._called: dict[int, Called] = {}
+        #: The call for the last of these that this rank has reached: its signals may not have been answered yet.
+        self._last: Called | None = None
         #: The ranks agree on a boundary now.
         self._open = False
         self._urges = False
@@ -55,8 +85,8 @@ class Summons:
 
     # In the thread that trains.
 
-    def reach(self, *, passes: bool) -> bool:
-        """Note that this rank has come to the next boundary; whether all ranks ask there because one has called.
+    def reach(self, *, passes: bool) -> Called | None:
+        """Note that this rank has come to the next boundary; the call for it, if one has called.
 
         Args:
             passes: whether this rank would pass it; if not, it need not wait until it knows.
@@ -72,17 +102,17 @@ class Summons:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            asks = here in self._called
+            call = self._last = self._called.get(here)
             # It may have come to one of them for a question of another kind, before it knew.
-            self._called = {behind for behind in self._called if behind > here}
-            return asks
+            self._called = {behind: each for behind, each in self._called.items() if behind > here}
+            return call
 
     def urge(self) -> None:
         """Have the ranks ask each other soon."""
         with self._changed:
             self._urges = self._urges or not (self._open or self._called)
 
-    def listen(self, came: Callable[[], int]) -> None:
+    def listen(self, came: Callable[[], Came]) -> None:
         """Answer calls from now on, and call when the number of signals that ``came`` to this rank rises."""
         self._thread = threading.Thread(target=self._run, args=(came,), name="fastckpt-summons", daemon=True)
         self._thread.start()
@@ -96,17 +126,14 @@ class Summons:
 
     # In the thread that waits for calls.
 
-    def _run(self, came: Callable[[], int]) -> None:
+    def _run(self, came: Callable[[], Came]) -> None:
         try:
             # They meet before there is a hurry.
             self._turn("listen", lambda: None)
             seen, timeout = 0, self._called_for[1]
             while not self._over.is_set():
-                now = came()
-                if self._urges or now != seen or self._peers.is_woken(_LOOK, timeout):
-                    # What has come before they agree is told at the boundary.
-                    seen = now
-                    self._agree()
+                if self._urges or came().all != seen or self._peers.is_woken(_LOOK, timeout):
+                    seen = self._agree(came)
             self._leave()
         except RankLeft:
             pass
@@ -115,30 +142,36 @@ class Summons:
         except UnreachableError as error:
             self._tell(RanksError(f"Manager: {self._called_for[0]}: {error}"))
 
-    def _agree(self) -> None:
-        """Agree with the other ranks on the boundary at which all ask."""
+    def _agree(self, came: Callable[[], Came]) -> int:
+        """Agree with the other ranks on the boundary at which all ask. Return how many signals were told."""
+        now = came()
 
-        def held() -> int:
+        def held() -> list[Any]:
             with self._changed:
                 self._open = True
-                return self._reached
+                # All know those of earlier calls, and answer each once.
+                known = {number for call in (self._last, *self._called.values()) if call for number in call.signals}
+                return [self._reached, [number for number in now.signals if number not in known], now.left]
 
         timeout = self._called_for[1]
         self._peers.wake_all(timeout)
-        behind, failed = 0, None
+        behind, call, failed = 0, None, None
         try:
-            behind = self._turn("call", held) + 1
+            reached, signals, left = self._turn("call", held)
+            behind, call = reached + 1, Called(tuple(signals), None if left is None else time.monotonic() + left)
         except RanksError as error:
             failed = error
         self._peers.sleep(timeout)
-        self._tell(failed, behind)
+        self._tell(failed, behind, call)
+        return now.all
 
-    def _tell(self, error: RanksError | None, behind: int = 0) -> None:
+    def _tell(self, error: RanksError | None, behind: int = 0, call: Called | None = None) -> None:
         with self._changed:
             self._open = self._urges = False
             self._error = error or self._error
-            if behind >= self._reached:  # it may stay there, and has not passed it
-                self._called.add(behind)
+            if call is not None and behind >= self._reached:  # it may stay there, and has not passed it
+                # A rank may be at that boundary, and know no later call for it.
+                self._called.setdefault(behind, call)
             self._changed.notify_all()
 
     def _turn(self, kind: str, said: Callable[[], Any]) -> Any:
@@ -161,4 +194,9 @@ class Summons:
 
 
 def _most(said: list[Any]) -> Any:
-    return max(said) if said[0] is not None else None
+    """The last boundary that a rank has reached, the signals of all, and the least time that is left on any."""
+    if said[0] is None:
+        return None
+    left = [each for _, _, each in said if each is not None]
+    signals = dict.fromkeys(number for _, numbers, _ in said for number in numbers)
+    return [max(reached for reached, _, _ in said), list(signals), min(left, default=None)]
