@@ -35,12 +35,14 @@ class Played:
         acknowledged: the newest one that was acknowledged.
         failure: what the program raised: ``kinds``, ``errno``, ``filename``, ``text``, ``trace``; empty if nothing.
         ended: how else it ended badly.
+        struck: whether the strike came before its end.
     """
 
     begun: int = 0
     acknowledged: int = 0
     failure: dict[str, Any] = field(default_factory=dict)
     ended: str = ""
+    struck: bool = False
 
 
 def _fail(error: BaseException, to: int) -> None:
@@ -109,7 +111,7 @@ def play(
                 os.kill(pid, signal.SIGKILL)
                 break
             strike()
-            strike = None
+            strike, found.struck = None, True
             continue
         if len(message := os.read(told, MESSAGE.size)) < MESSAGE.size:
             break

@@ -41,7 +41,7 @@ def _calls(run: Run) -> None:
                 run.count("failed" if came.failure else "went on" if struck else "had no such call")
                 wrong = trials.looked_at(scene, came, point, (error,))
                 how = f"call {at} of {code} {errno.errorcode[error]} {'once' if once else 'for ever'}"
-                run.done(wrong and f"{trials.about(run, scene)}, {how}: {wrong}")
+                run.done(wrong and f"{trials.about(run, scene)}, {how}: {wrong}", int(struck > 0))
 
 
 ROWS = [

@@ -49,10 +49,11 @@ def _shutdowns(run: Run) -> None:
                 with shelf.mounted(kind) as point:
                     came = play(scene, point, strike=partial(_shut, point, how), after=after)
                     ended = trials.badly(came, point, ERRORS)
-                run.count("failed" if came.failure else "had ended")
+                run.count("failed" if came.failure else "went on" if came.struck else "had ended")
                 with shelf.mounted(kind) as point:
                     wrong = ended or trials.looked_at(scene, came, point, ERRORS)
-                run.done(wrong and f"{trials.about(run, scene)}, {kind} gone after {after:.4f} s ({how}): {wrong}")
+                said = f"{trials.about(run, scene)}, {kind} gone after {after:.4f} s ({how}): {wrong}"
+                run.done(wrong and said, int(came.struck))
 
 
 ROWS = [

@@ -49,7 +49,7 @@ def _devices(run: Run, kind: str) -> None:
                         wrong = ended or trials.looked_at(scene, came, point, ERRORS)
                     how = f"{kind}, {'write' if code == WRITE else 'flush'} {at} {errno.errorcode[error]}"
                     how += " once" if once else " for ever"
-                    run.done(wrong and f"{trials.about(run, scene)}, {how}: {wrong}")
+                    run.done(wrong and f"{trials.about(run, scene)}, {how}: {wrong}", int(struck > 0))
 
 
 ROWS = [
