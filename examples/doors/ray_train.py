@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fastckpt
-from fastckpt.integrations.ray import preempted, report
+from fastckpt.integrations.ray import report
 
 
 def train(config):
@@ -18,6 +18,7 @@ def train(config):
     state = {"model": getattr(model, "module", model), "optimizer": optimizer}
     folder = ray.train.get_context().get_storage().experiment_fs_path
     with fastckpt.Manager(f"{folder}/steps", save_when=10) as manager:
+        manager.save_on(notice=ray.train.get_preemption_info)
         found = manager.restore(into=state)
         step, loss = (found.step if found else 0), torch.zeros(())
         for step in manager.remaining(config["steps"]):
@@ -26,7 +27,7 @@ def train(config):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            manager.save(step, state, force=preempted())
+            manager.save(step, state)
             report({"loss": loss.item(), "step": step}, manager)
     report({"loss": loss.item(), "step": step}, manager)  # the last one is durable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -19,3 +20,14 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Rename a file or a directory, durably; a file, or a directory that is empty, is replaced.
+
+    Raises:
+        OSError: what is there is not replaced, or the storage failed.
+    """
+    os.replace(source, target)  # noqa: PTH105
+    for parent in {Path(target).parent, Path(source).parent}:
+        sync(parent)

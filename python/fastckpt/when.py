@@ -3,7 +3,7 @@
 fastckpt.Manager("runs/gpt", save_when=[when.Every(steps=1000), when.Every(time="10min"), when.First()])
 
 A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
-it, too, whatever the policies decide. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
+it, too, and so do news of ``Manager.save_on``. A policy is any object with ``due(moment)``: :class:`Policy`.
 """
 
 from __future__ import annotations

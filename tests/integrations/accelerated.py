@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import os
 import signal
 import warnings
@@ -317,7 +318,7 @@ def at_the_end(folder):
         accelerator.trackers = [SimpleNamespace(finish=lambda: ended.append(True))]
         accelerator.save_state()
         door.finish(accelerator)
-        door.begin(accelerator, Failing(), None)
+        inspect.getmodule(door.finish).begin(accelerator, Failing(), None)
         try:
             accelerator.end_training()
         except OSError as error:

@@ -32,15 +32,23 @@ def train(config):
     import torch
 
     import fastckpt
-    from fastckpt.integrations.ray import preempted, report
+    from fastckpt.integrations.ray import report
 
     context = ray.train.get_context()
     leads = context.get_world_rank() == 0
     state = {"weight": torch.zeros(1000)}
-    saved = []
+    saved, waited = [], [0.0]
+
+    def ask():
+        began = time.perf_counter()
+        news = ray.train.get_preemption_info()
+        waited.append(time.perf_counter() - began)
+        return news
+
     with fastckpt.Manager(f"{context.get_storage().experiment_fs_path}/steps", save_when=5) as manager:
+        manager.save_on(notice=ask)
         found = manager.restore(into=state)
-        began, waited = found.step if found else 0, 0.0
+        began = found.step if found else 0
         step = began
         for step in range(began + 1, config["steps"] + 1):
             state["weight"] += 1
@@ -48,12 +56,9 @@ def train(config):
                 drain()
             if step > config["drains"] > 0:
                 time.sleep(0.5)
-            before = time.perf_counter()
-            news = preempted()
-            waited += time.perf_counter() - before
-            if manager.save(step, state, force=news):
-                saved.append((step, news))
-            report({"step": step, "began": began, "saved": saved, "ms": 1000 * waited / (step - began)}, manager)
+            if manager.save(step, state):
+                saved.append(step)
+            report({"step": step, "began": began, "saved": saved, "ms": 1000 * sum(waited) / len(waited)}, manager)
     report({"step": step, "began": began, "saved": saved, "weight": float(state["weight"][0])}, manager)
 
 

@@ -297,7 +297,10 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
     summary, _ = ended(play(libraries, tmp_path))
     assert (summary["step"], summary["spread"]) == (trainers.STEPS, False)
     assert summary["log"][:5] == wanted[0]["log"][:5]
-    assert "random states of ranks are not restored" in (tmp_path / "log.txt").read_text()
+    assert (
+        "states of processes (random numbers, samplers, data sets) are not restored"
+        in (tmp_path / "log.txt").read_text()
+    )
 
 
 def test_killed_at_random_moments(libraries, tmp_path):

@@ -197,6 +197,27 @@ def raise_signal(number):
         pass
 
 
+def test_a_notice_has_the_step_saved_once_for_each_of_its_news(tmp_path):
+    """Mutants: it is asked twice at a step; what it has said before is news."""
+    said, asked, saved = {3: "a", 4: "a", 6: "b", 7: "a", 8: None}, [], []
+
+    def ask():
+        asked.append(step)
+        return said.get(step)
+
+    with fastckpt.Manager(tmp_path, save_when=fastckpt.when.Steps(4)) as manager:
+        manager.save_on(notice=ask)
+        for step in range(1, 10):
+            wanted = manager.should_save(step)
+            assert wanted == manager.should_save(step) == manager.save(step, {"a": step})
+            saved += [step] if wanted else []
+            assert not manager.should_save(step)
+    assert saved == manager.steps() == [3, 4, 6]
+    assert asked == [*range(1, 10)]
+    with pytest.raises(RuntimeError, match=r"save_on: .*read-only"):
+        fastckpt.Manager(tmp_path, read_only=True).save_on(notice=ask)
+
+
 def test_what_is_saved_already_is_not_saved_again(manager, tmp_path):
     manager.save_on_signal(signal.SIGUSR1)
     manager.save(1, {"a": 1})

@@ -94,6 +94,27 @@ def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
         assert four.heard(rank) == "ready"
 
 
+def notices(out):
+    """Train with a notice that is a barrier, as Ray's, and that has news twice; the steps that were saved."""
+    asked, saved = [], {}
+
+    def ask():
+        dist.barrier()
+        asked.append(step)
+        return {3: "goes", 4: "goes", 8: "another"}.get(step)
+
+    with fastckpt.Manager(out, ranks=RANKS, save_when=when.Every(time="1h")) as manager:
+        manager.save_on(notice=ask)
+        for step in range(1, 10):
+            saved[step] = manager.save(step, state(step))
+    return [step for step in saved if saved[step]], asked, manager.steps()
+
+
+def test_a_notice_has_the_same_step_saved_on_all_ranks(four, tmp_path):
+    assert four.run(notices, tmp_path / "run", timeout=TIMEOUT) == [([3, 8], [*range(1, 10)], [3, 8])] * 4
+    assert whole(tmp_path / "run") == 8
+
+
 def hold(out, where, grace):
     """A signal comes to one rank in a stretch of another kind; what this rank saw."""
     mine = dist.get_rank() == 2

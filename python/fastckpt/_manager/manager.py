@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -300,6 +300,27 @@ class Manager:
 
         limit = None if grace is None else seconds("save_on_signal: grace", grace)
         self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
+
+    def save_on(self, *, notice: Callable[[], object]) -> None:
+        """Save at each boundary where ``notice`` has news: a scheduler that is asked, and sends no signal.
+
+        It is asked once at each boundary, on all ranks. Each answer that is true, and that it has not given before, has
+        that step saved, whatever the policies decide. Training continues: who takes the node ends it.
+
+        Args:
+            notice: what to ask, such as ``ray.train.get_preemption_info``. It gives the same on all ranks in the same
+                step; it may wait for them.
+
+        Raises:
+            RuntimeError: the manager is read-only.
+
+        Example:
+            >>> import fastckpt, pathlib
+            >>> manager = fastckpt.Manager("runs/gpt", save_when=100)
+            >>> manager.save_on(notice=pathlib.Path("/run/goes-at").exists)
+        """
+        self._check("save_on")
+        self._boundary.notice = notice
 
     @property
     def preempted(self) -> int | None:

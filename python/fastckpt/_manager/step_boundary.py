@@ -41,6 +41,11 @@ class StepBoundary:
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
     #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
     _base: int | None = field(default=None, init=False)
+    #: What is asked at each boundary, and what it has said before; the step of which it was asked last, and whether it
+    #: had news.
+    notice: Callable[[], object] | None = field(default=None, init=False)
+    _heard: list[object] = field(default_factory=list, init=False)
+    _news: tuple[int | None, bool] = field(default=(None, False), init=False)
     #: When the first rank next looks whether a policy wants a step.
     _looks: float = field(default=0.0, init=False)
 
@@ -48,12 +53,13 @@ class StepBoundary:
         """Whether all ranks save the step, for a policy or for a signal."""
         self._reach(step)
         self._wanted = None
-        if self._passes(step, needed=force or self.schedule.due_by_step()):
+        news = self._has_news(step)
+        if self._passes(step, needed=force or news or self.schedule.due_by_step()):
             return False
         saves = self.saves
 
         def due() -> bool:
-            return force or (step != saves.step and self.schedule.due(in_flight=saves.in_flight))
+            return force or (step != saves.step and (news or self.schedule.due(in_flight=saves.in_flight)))
 
         def plan() -> dict[str, Any]:
             saves.look(step)
@@ -160,6 +166,15 @@ class StepBoundary:
             # Ranks hear of a failure in the background at different times.
             self.saves.step = agreed.saved
         return agreed
+
+    def _has_news(self, step: int) -> bool:
+        """Whether the notice had news when it was asked at this step, which it is once."""
+        if self.notice is not None and step != self._news[0]:
+            said = self.notice()
+            self._news = step, bool(said) and said not in self._heard
+            if self._news[1]:
+                self._heard.append(said)
+        return self._news[1] and step == self._news[0]
 
     def _passes(self, step: int, *, needed: bool = False) -> bool:
         """Whether all ranks pass this boundary without a question, as far as none needs one or has called for it."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastckpt.integrations import accelerate as accelerate
     from fastckpt.integrations import axolotl as axolotl
     from fastckpt.integrations import deepspeed as deepspeed
+    from fastckpt.integrations import fsspec as fsspec
     from fastckpt.integrations import lightning as lightning
     from fastckpt.integrations import ray as ray
     from fastckpt.integrations import safetensors as safetensors
@@ -28,6 +29,7 @@ __all__ = [
     "accelerate",
     "axolotl",
     "deepspeed",
+    "fsspec",
     "lightning",
     "ray",
     "safetensors",

@@ -61,13 +61,14 @@ def is_sound(path: str) -> bool:
 
 
 def clear(path: str) -> None:
-    """Move aside a directory with parts of a checkpoint that is none: a save to it would be refused."""
+    """Remove a directory with parts of a checkpoint that is none: a save to it would be refused; and :func:`sweep`."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
     if any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
         try:
             fastckpt.open(path).close()
         except (CorruptCheckpointError, NotACheckpointError, FileNotFoundError):
             move_aside(path)
+    sweep(str(Path(path).parent))
 
 
 def newest_first(directory: Any, prefix: str, file: str) -> list[str]:
@@ -89,7 +90,7 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:
     """Of these checkpoints, the oldest first, remove those beyond a number, but none that is protected."""
     others = [path for path in paths if path not in protected]
-    beyond = 0 if limit is None or limit <= 0 else max(0, len(paths) - limit)
+    beyond = 0 if limit is None or limit <= 0 else max(0, len({*paths}) - limit)
     for path in others[:beyond]:
         remove(path)
 

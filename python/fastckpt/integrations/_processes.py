@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import fastckpt
+from fastckpt import distributed
 from fastckpt._manager.crew import Crew
 from fastckpt._manager.restore import Lost, attempt
 
-from ._directory import LOG
+from ._directory import LOG, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +57,31 @@ def first_that_loads(
 def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
     """What ``call`` returns, once it has on all ranks; if one fails, all of them raise."""
     return first_that_loads([path], lambda _: call(), crew, operation=operation)
+
+
+def engine_of(accelerator: Any) -> str | None:
+    """What spreads models for an ``Accelerator`` in a way of its own, which has to save them itself; or None."""
+    kind = accelerator.distributed_type.name
+    engines = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron", "XLA": "XLA"}
+    return "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else engines.get(kind)
+
+
+def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, own: dict[str, Any], **how: Any) -> None:
+    """Begin a save of all processes in the background, with random states and what else each has of its ``own``."""
+    per_rank = {"random": fastckpt.randomness(), **own}
+    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ, and those of the first rank go on
+    begin(owner, distributed.save_async(state, path, ranks=ranks, per_rank=per_rank, **how), then)
+
+
+def own_state(path: str) -> Any:
+    """What this process has saved of its own, its random states restored; if others have, None and a warning."""
+    try:
+        own = distributed.load_per_rank(path)
+    except ValueError as error:
+        LOG.warning("fastckpt: states of processes (random numbers, samplers, data sets) are not restored: %s", error)
+        return None
+    fastckpt.randomness().load_state_dict(own["random"])
+    return own
 
 
 def own_dtypes(states: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Any]:

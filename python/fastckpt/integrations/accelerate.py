@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import accelerator as _accelerator
-from accelerate.utils import DistributedType
 from torch.utils import _pytree  # noqa: TID251 - accelerate's states are torch's
 from torch.utils.data import IterableDataset  # noqa: TID251 - and its loaders
 
@@ -21,14 +20,12 @@ from fastckpt import _core, distributed
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
-from ._directory import LOG, begin, finish, is_ours, is_sound, keep, newest_first
-from ._processes import crew_of, first_that_loads, own_dtypes
+from ._directory import LOG, finish, is_ours, is_sound, keep, newest_first
+from ._processes import begin_save, crew_of, engine_of, first_that_loads, own_dtypes, own_state
 
 __all__ = ["install"]
 
 _installed = Installed()
-#: What accelerate itself has to save.
-_LEFT = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 #: How directories are named automatically: below that of the project, and before their numbers.
 _FOLDER, _NAME = "checkpoints", "checkpoint_"
 #: The key of registered objects in the state; and members of metadata: ``accelerator.step``, and loaders' places.
@@ -67,10 +64,8 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
 def _left_to_accelerate(accelerator: Any, *, loads: bool) -> str | None:
     """Why accelerate saves this state itself, or loads it; or None."""
-    kind = accelerator.distributed_type
     reasons = {
-        str(kind): kind in _LEFT,
-        "FSDP1": kind == DistributedType.FSDP and not accelerator.is_fsdp2,
+        str(engine := engine_of(accelerator)): engine,
         "hooks for saving": not loads and accelerator._save_model_state_pre_hook,
         "save_on_each_node": not loads and accelerator.project_configuration.save_on_each_node,
     }
@@ -153,20 +148,17 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
     # The save itself is in the background, and a program may end without asking how it went.
     crew_of(accelerator).first("save_state", partial(_check_target, path, automatic=automatic))
 
-    def rotate() -> None:
-        if first and automatic:
-            keep(limit, {str(path)}, newest_first(path.parent, _NAME, "*")[::-1])
-
-    pending = distributed.save_async(
+    older = newest_first(path.parent, _NAME, "*")[::-1] if first and automatic else []
+    begin_save(
+        accelerator,
         _own_part(accelerator),
         path,
-        ranks=distributed.Ranks(on_difference="warn"),
+        partial(keep, limit, {str(path)}, [*older, str(path)]),
+        own={"loaders": [one.state_dict() for one in _stateful(accelerator)]},
         metadata={_STEP: accelerator.step, _ROWS: [_rows(one) for one in _stateful(accelerator)]},
-        per_rank={"random": fastckpt.randomness(), "loaders": [one.state_dict() for one in _stateful(accelerator)]},
         files=fastckpt.Files(model_key="model") if accelerator._models else None,
         io=options["io"],
     )
-    begin(accelerator, pending, rotate)
     naming.iteration += 1
     if not options["background"]:
         finish(accelerator)
@@ -238,16 +230,12 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
     dtype = own_dtypes({key: one.state_dict() for key, one in state.items() if key.startswith("model")})
     distributed.load(path, into=state, keys=[*state], strict=strict, dtype=dtype, io=io)
     accelerator.step = step
-    try:
-        own = distributed.load_per_rank(path)
-    except ValueError as error:
-        LOG.warning("fastckpt: states of processes (random numbers, samplers, data sets) are not restored: %s", error)
+    if (own := own_state(path)) is not None:
+        places = own["loaders"]
+    else:
         places = [_place(*one) for one in zip(_stateful(accelerator), rows, strict=False)]
         if any(one.step_with_optimizer and not one.split_batches for one in accelerator._schedulers):
             LOG.warning("fastckpt: schedules count rows, as accelerate does: see docs/guides/accelerate.md")
-    else:
-        places = own["loaders"]
-        fastckpt.randomness().load_state_dict(own["random"])
     for loader, state in zip(_stateful(accelerator), places, strict=False):
         # One that has ended begins with one random number, as if it had not been loaded.
         loader.load_state_dict({} if state["_iterator_finished"] else state)

@@ -1,4 +1,4 @@
-"""A ``Manager`` in Ray Train: Ray knows its checkpoints, and saves one before a node goes away (docs/guides/ray.md)."""
+"""A ``Manager`` in Ray Train, whose checkpoints Ray knows (docs/guides/ray.md)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import fastckpt
 
-__all__ = ["preempted", "report"]
+__all__ = ["report"]
 
-#: Checkpoints that Ray knows, and what it has said of preemptions, in this process; and when that began.
+#: Checkpoints that Ray knows, in this process; and when that began.
 _known: set[Path] = set()
-_heard: list[Any] = []
 _began = time.time()
 
 
@@ -56,21 +55,3 @@ def _is_new(path: Path) -> bool:
     """Whether a checkpoint was saved since this process began."""
     with fastckpt.open(path) as checkpoint:
         return checkpoint.origin.created >= _began
-
-
-def preempted() -> bool:
-    """Whether Ray reports, for the first time, that nodes of this run are about to stop; all workers call it.
-
-    Returns:
-        The same on all workers: ``manager.save(step, state, force=preempted())``.
-
-    Example:
-        >>> from fastckpt.integrations.ray import preempted  # in each step
-    """
-    from ray import train  # noqa: PLC0415 - the program has it
-
-    news = train.get_preemption_info()
-    is_new = news is not None and news not in _heard
-    if is_new:
-        _heard.append(news)
-    return is_new

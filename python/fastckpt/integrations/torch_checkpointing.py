@@ -17,7 +17,7 @@ from torch_checkpointing.storage import base_storage, filesystem
 
 import fastckpt
 from fastckpt._api.io import check_io
-from fastckpt._durable import sync
+from fastckpt._durable import rename, sync
 from fastckpt._paths import refuse_url
 
 from .torch import unsummed
@@ -85,11 +85,9 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
 
     def rename(self, src_path: Path, dst_path: Path, *_: Any, **__: Any) -> None:
         try:
-            os.rename(src_path, dst_path)  # noqa: PTH104
+            rename(src_path, dst_path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
                 raise
             what = f"rename {src_path}: only an empty directory, or a file by a file, is replaced"
             raise FileExistsError(errno.EEXIST, what, str(dst_path)) from error
-        for parent in {Path(dst_path).parent, Path(src_path).parent}:
-            sync(parent)

@@ -22,7 +22,7 @@ from fastckpt._manager.restore import Lost, attempt
 from fastckpt._paths import is_url
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from ._directory import LOG, clear, is_ours, sweep
+from ._directory import LOG, clear, is_ours
 from ._processes import first_that_loads, own_dtypes
 
 __all__ = ["FastckptManager"]
@@ -125,8 +125,6 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _wait_for_saving(self) -> None:
         self._manager.wait()
         self.save_future = None
-        if self._ranks.leads:
-            sweep(self.folder)
 
     @cached_property
     def _loader_keys(self) -> list[str]:
