@@ -14,7 +14,7 @@ Each framework saves the same Llama with Adam's moments, in single precision, wi
 
 Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
 round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
-``scripts/setup`` installs. Ray Train has no row: it starts processes of its own, and is not among that.
+``scripts/setup`` installs; Ray Train, which runs in processes of its own, also ``pip install --group ray``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fastckpt
-from bench import GB
+from bench import GB, in_ray
 from bench.device import back_memory, drop_caches, fsync_tree
 from bench.options import parser, working_directory
 from fastckpt.integrations.torchtitan import FastckptManager
@@ -49,7 +50,6 @@ from fastckpt.integrations.torchtitan import FastckptManager
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
-    from pathlib import Path
 
 #: Bytes per parameter: itself, and two moments.
 PER_PARAMETER = 12
@@ -85,7 +85,7 @@ class Contender(ABC):
         number: that of the last checkpoint, from 1 on.
     """
 
-    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, folder: Path, model: Any = None, optimizer: Any = None) -> None:
         self.folder, self.model, self.optimizer, self.number = folder, model, optimizer, 0
 
     def train(self) -> None:
@@ -303,6 +303,32 @@ class DeepSpeed(Contender):
             self.engine.load_checkpoint(str(self.folder), str(self.number))
 
 
+class RayTrain(Contender):
+    """A worker of Ray Train, another process."""
+
+    def __init__(self, folder: Path, size: int, *, kind: Any) -> None:
+        def make() -> tuple[Any, Any]:
+            model = llama(size)
+            return model, torch.optim.AdamW(model.parameters())
+
+        self.worker = in_ray.Worker(folder, make, train, kind)
+        super().__init__(folder)
+
+    def train(self) -> None:
+        """Take a step."""
+        self.worker.tell("train")
+
+    def _path(self) -> Path:
+        return Path(self.worker.tell("path"))
+
+    def save(self) -> Callable[[], None]:
+        self.worker.tell("save")
+        return lambda: self.worker.tell("wait")
+
+    def load(self) -> None:
+        self.worker.tell("load")
+
+
 #: Frameworks, and how each is made; behind the bar what saves.
 CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
@@ -319,6 +345,8 @@ CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "DeepSpeed | fastckpt": lambda place, size: DeepSpeed(place, size, ours=True),
     "torchtitan, async": lambda place, size: Torchtitan(place, size, manager=CheckpointManager, mode="async"),
     "torchtitan, async | fastckpt": lambda place, size: Torchtitan(place, size, manager=FastckptManager, mode="async"),
+    "Ray Train": lambda place, size: RayTrain(place, size, kind=in_ray.Own),
+    "Ray Train | fastckpt": lambda place, size: RayTrain(place, size, kind=in_ray.Door),
 }
 
 
@@ -338,12 +366,13 @@ def measured(contender: Contender, size: int) -> dict[str, float]:
     return {"stands": stands, "durable": durable, "resume": time.perf_counter() - began}
 
 
-def measure(place: Path, size: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return the samples of each contender."""
+def measure(place: Path, size: int, rounds: int, wanted: list[str]) -> dict[str, list[dict[str, float]]]:
+    """Return the samples of each contender of these frameworks."""
     contenders = {}
     for number, (name, make) in enumerate(CONTENDERS.items()):
-        (place / str(number)).mkdir()
-        contenders[name] = make(place / str(number), size)
+        if name.partition(" | ")[0] in wanted:
+            (place / str(number)).mkdir()
+            contenders[name] = make(place / str(number), size)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     names = [*contenders]
     for number in range(rounds + 1):
@@ -352,6 +381,9 @@ def measure(place: Path, size: int, rounds: int) -> dict[str, list[dict[str, flo
             if number:
                 samples[name].append(sample)
             print(f"{number}: {name}: {sample}", file=sys.stderr)
+    for one in contenders.values():
+        if isinstance(one, RayTrain):
+            one.worker.close()
     return samples
 
 
@@ -374,13 +406,15 @@ def main() -> int:
     """Measure."""
     made = parser(__doc__)
     made.add_argument("--size", type=float, default=1.0, help="GB of state of each framework (default: 1)")
+    frameworks = [name for name in CONTENDERS if " | " not in name]
+    made.add_argument("--framework", action="append", choices=frameworks, help="repeat it for several (default: all)")
     options: argparse.Namespace = made.parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         place = stack.enter_context(working_directory(options, "doors-"))
-        found = measure(place, int(options.size * GB), options.rounds)
+        found = measure(place, int(options.size * GB), options.rounds, options.framework or frameworks)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     print(markdown(found) if options.markdown else json.dumps(found, indent=2))

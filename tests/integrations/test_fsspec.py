@@ -116,7 +116,7 @@ def test_a_whole_file_is_compared_and_a_range_is_not(files, tmp_path):
         assert file.read(5) == b"Xhole"
 
 
-def test_copies_are_such_files_and_renames_replace(files, old):
+def test_copies_are_such_files_and_renames_replace(files, old, monkeypatch):
     target = old.with_name("sub") / "file"
     files.put(str(old), str(target))
     files.copy(str(target), str(old.with_name("copy")))
@@ -124,7 +124,10 @@ def test_copies_are_such_files_and_renames_replace(files, old):
     with pytest.raises(fastckpt.CorruptCheckpointError):
         files.cat(str(target))
     old.with_name("copy").write_bytes(b"new")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(str(Path(f"/proc/self/fd/{file}").readlink())))
     files.mv(str(old.with_name("copy")), str(old))
+    assert synced == [str(old.parent)]
     files.rename(str(target.parent), str(old.with_name("moved")))
     assert sorted(files.ls(str(old.parent), detail=False)) == [str(old), str(old.with_name("moved"))]
     assert old.read_bytes() == b"new"

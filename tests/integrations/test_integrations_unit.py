@@ -54,6 +54,10 @@ def test_the_oldest_go_but_none_that_is_protected(steps, limit, protected, wante
     assert left(steps, limit, [steps[int(one) - 1] for one in protected]) == wanted
 
 
+def test_a_checkpoint_that_is_saved_twice_counts_once(steps):
+    assert left([*steps, steps[4]], 4, [steps[4]]) == "2345"
+
+
 def test_the_newest_comes_first(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100", "checkpoint-best", "checkpoint-best-12"):
         (tmp_path / name).mkdir()

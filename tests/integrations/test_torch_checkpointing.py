@@ -242,8 +242,8 @@ KILLS = {
     "before its first file": (Strike(1, "fastckpt:open_write"), False),
     "in its first file": (Strike(1, "torch:save", when="after"), False),
     "after its first file": (Strike(1, "fastckpt:open_write", nth=2), False),
-    "before the rename": (Strike(0, "os:rename"), False),
-    "after the rename": (Strike(0, "os:rename", when="after"), True),
+    "before the rename": (Strike(0, "os:replace"), False),
+    "after the rename": (Strike(0, "os:replace", when="after"), True),
 }
 
 

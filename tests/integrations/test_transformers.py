@@ -186,6 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
     assert ended(play(libraries, tmp_path, resume=resume, **arguments)) == wanted
     told = (tmp_path / "log.txt").read_text()
     assert f"checkpoint-25 is {'not whole' if what == 'a directory in the way' else 'damaged'}" in told
+    assert not [*path.parent.glob(".*")]  # what was in the way is gone
     assert fastckpt.verify(path).ok
 
 

@@ -174,7 +174,7 @@ class StepBoundary:
             self._news = step, bool(said) and said not in self._heard
             if self._news[1]:
                 self._heard.append(said)
-        return self._news[1] and step == self._news[0]
+        return self._news[1]
 
     def _passes(self, step: int, *, needed: bool = False) -> bool:
         """Whether all ranks pass this boundary without a question, as far as none needs one or has called for it."""
