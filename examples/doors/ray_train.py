@@ -16,8 +16,7 @@ def train(config):
     model = ray.train.torch.prepare_model(nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": getattr(model, "module", model), "optimizer": optimizer}
-    folder = ray.train.get_context().get_storage().experiment_fs_path
-    with fastckpt.Manager(f"{folder}/steps", save_when=10) as manager:
+    with fastckpt.Manager(f"{ray.train.get_context().get_storage().experiment_fs_path}/steps", save_when=10) as manager:
         manager.save_on(notice=ray.train.get_preemption_info)
         found = manager.restore(into=state)
         step, loss = (found.step if found else 0), torch.zeros(())

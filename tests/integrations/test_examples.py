@@ -41,7 +41,14 @@ def test_a_program_goes_on_where_it_was(libraries, tmp_path, program):
 
 def test_there_is_one_for_each_door_and_none_is_long():
     assert [program.stem for program in PROGRAMS] == [
-        *("accelerate_loop", "deepspeed_loop", "distributed_checkpoint", "lightning_trainer", "plain_loop"),
+        *(
+            "accelerate_loop",
+            "deepspeed_loop",
+            "distributed_checkpoint",
+            "fsspec_files",
+            "lightning_trainer",
+            "plain_loop",
+        ),
         *("ray_train", "safetensors_file", "torch_checkpointing_loop", "torch_files", "torchtitan_loop", "trainer"),
         "vllm_generate",
     ]
