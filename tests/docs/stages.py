@@ -34,6 +34,7 @@ before = {"model": {"weight": model.weight.detach().clone()}}
 #: Of each page, what is small here for what is large there.
 SMALLER = {
     "docs/distributed.md": {"50_304": "504", "4096": "16", "12_576": "126"},
+    "docs/files.md": {"fastckpt:///shared/runs": "fastckpt://runs"},
     "docs/manager.md": {"100_000": "2_000"},
     "docs/stores.md": {"s3://bucket": "bucket"},
     "docs/copy.md": {"s3://bucket": "bucket"},
@@ -101,6 +102,13 @@ STAGES: dict[str, list[tuple[str, str] | str]] = {
     "docs/files.md": [
         ("", "assert same(state, before)"),
         ("", "assert same(state, before)"),
+        (
+            (
+                "import fsspec; from fastckpt.integrations.fsspec import FileSystem\n"
+                "fsspec.register_implementation('fastckpt', FileSystem, clobber=True)"
+            ),
+            "assert same(torch.load('runs/state.pt'), before)",
+        ),
         "examples/doors/torch_checkpointing_loop.py",
         (
             "tensors = state['model']\nfastckpt.save(state, 'step-1000')",
@@ -111,6 +119,13 @@ STAGES: dict[str, list[tuple[str, str] | str]] = {
     "docs/manager.md": [
         (RUN, "assert fastckpt.Manager('runs/gpt', read_only=True).latest() == 2000 == training.done"),
         ("manager = fastckpt.Manager('other')", "manager.save(1, {'step': 1}); manager.wait()"),
+        (
+            (
+                "ray = SimpleNamespace(train=SimpleNamespace(get_preemption_info=lambda: 'goes'))\n"
+                "manager = fastckpt.Manager('asked', save_when=100)"
+            ),
+            "assert manager.should_save(1)",
+        ),
         ("manager = fastckpt.Manager('other')", ""),
         ("manager = fastckpt.Manager('other')", "assert training.done == 2000"),
         (

@@ -19,7 +19,33 @@ from fastckpt._durable import rename
 __all__ = ["FileSystem"]
 
 
-class FileSystem(LocalFileSystem):  # type: ignore[misc]
+class _Files(LocalFileSystem):  # type: ignore[misc]
+    def __init__(self, *, io: Any = "auto", verify: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self._io, self._verify = check_io("FileSystem", io), bool(verify)
+
+    def _open(self, path: str, mode: str = "rb", *_: Any, autocommit: bool = True, **options: Any) -> Any:
+        if mode == "rb":
+            return fastckpt.open_read(path, verify=options.get("verify", self._verify))
+        if mode != "wb":
+            raise ValueError(f"open: {path}: mode {mode!r} changes a file in place: write all of it, with mode 'wb'")
+        return _File(fastckpt.open_write(path, io=self._io), commits=autocommit)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        return super().cat_file(path, start, end, **{"verify": self._verify and not start and end is None, **options})
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        if not self.isfile(path1):
+            super().cp_file(path1, path2, **options)
+            return
+        with self.open(path1, "rb") as source, self.open(path2, "wb") as target:
+            shutil.copyfileobj(source, target, 16 << 20)
+
+    def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
+        rename(self._strip_protocol(path1), self._strip_protocol(path2))
+
+
+class FileSystem(_Files):
     """The local files, written by :func:`fastckpt.open_write` and read by :func:`fastckpt.open_read`.
 
     fsspec closes a file after an error, too. A file that is closed while an exception is handled that was not handled
@@ -43,33 +69,6 @@ class FileSystem(LocalFileSystem):  # type: ignore[misc]
     """
 
     protocol = "fastckpt"
-
-    def __init__(self, *, io: Any = "auto", verify: bool = True, **options: Any) -> None:
-        super().__init__(**options)
-        self._io, self._verify = check_io("FileSystem", io), bool(verify)
-
-    def _open(self, path: str, mode: str = "rb", *_: Any, autocommit: bool = True, **options: Any) -> Any:
-        if mode == "rb":
-            return fastckpt.open_read(path, verify=options.get("verify", self._verify))
-        if mode != "wb":
-            raise ValueError(f"open: {path}: mode {mode!r} changes a file in place: write all of it, with mode 'wb'")
-        return _File(fastckpt.open_write(path, io=self._io), commits=autocommit)
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
-        """Read a file, or a range of it as it is."""
-        return super().cat_file(path, start, end, **{"verify": self._verify and not start and end is None, **options})
-
-    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        """Copy a file to such a file."""
-        if not self.isfile(path1):
-            super().cp_file(path1, path2, **options)
-            return
-        with self.open(path1, "rb") as source, self.open(path2, "wb") as target:
-            shutil.copyfileobj(source, target, 16 << 20)
-
-    def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
-        """Rename a file or a directory, durably."""
-        rename(self._strip_protocol(path1), self._strip_protocol(path2))
 
 
 class _File(_io.BufferedIOBase):
