@@ -111,10 +111,11 @@ def test_public_names():
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
 
 
-#: What callers know from a protocol: the policies', and the methods that torch and Lightning call.
+#: What callers know from a protocol: the policies', and the methods that torch, Lightning and fsspec call.
 _OF_PROTOCOLS = {
     *("kept", "due", "ranked"),
     *("setup", "on_fit_start", "on_load_checkpoint", "on_save_checkpoint", "on_train_start"),
+    *("cat_file", "cp_file", "mv"),
 }
 
 
