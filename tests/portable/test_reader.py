@@ -235,6 +235,10 @@ def _nested(levels, inside=b""):
 #: What becomes of a manifest, by what is forged in it, and whether it can still be read.
 FORGED = {
     "a bracket in the place of the last brace": (lambda text: text.replace(b"]}\n", b"]]\n"), False),
+    "a minor version beyond 64 bits": (
+        lambda text: text.replace(b'"min_reader":0', b'"min_reader":18446744073709551616'),
+        False,
+    ),
     "space around a structure": (
         lambda text: text.replace(b'"structure":', b'"structure" : \t').replace(b"]}\n", b"] } "),
         True,

@@ -39,8 +39,8 @@ _EARLIER = b'"writer":'
 #: Longest name of a file, and the smallest header of a shard with its length field.
 _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
 _64_BITS = 1 << 64
-#: Digits of a minor version of 64 bits.
-_MINOR_DIGITS = 20
+#: More digits than a minor version of 64 bits has.
+_MINOR_DIGITS = 21
 _UPGRADE = "upgrade the package fastckpt-io"
 _T = TypeVar("_T")
 _MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
@@ -107,8 +107,9 @@ def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryvie
             "was written before format version 1 was released, when the training state lay beside the model: load it "
             "with the fastckpt that wrote it",
         )
-    if int(needs[1][:_MINOR_DIGITS] or b"0") > MINOR:
-        found = f"{VERSION}.{needs[1][:_MINOR_DIGITS].decode()}"
+    minor = int(needs[1].lstrip(b"0")[:_MINOR_DIGITS] or b"0")
+    if MINOR < minor < _64_BITS:  # a larger one is no number of this format, and is refused as such
+        found = f"{VERSION}.{minor}"
         what = f"needs a reader of format version {found}, and this fastckpt reads up to {VERSION}.{MINOR}: {_UPGRADE}"
         raise _unread(path, what)
     try:
