@@ -50,7 +50,7 @@ class Worker:
                     checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
                 ),
             )
-            self._run = Thread(target=trainer.fit, name="ray")
+            self._run = Thread(target=trainer.fit, name="ray", daemon=True)
             self._run.start()
             self._worker = listener.accept()
 
@@ -129,14 +129,15 @@ class Door:
 
     def save(self) -> None:
         """Save."""
+        from fastckpt.integrations.ray import report
+
         self.step += 1
         self.manager.save(self.step, self.state)
-        self._report()
+        report({"step": self.step}, self.manager)  # Ray hears of the one before, and removes the oldest
 
     def wait(self) -> None:
-        """Wait until that is durable, and tell Ray of it, which removes the oldest."""
+        """Wait until that is durable."""
         self.manager.wait()
-        self._report()
 
     def path(self) -> str:
         """The last checkpoint."""
@@ -145,8 +146,3 @@ class Door:
     def load(self) -> None:
         """Load the last checkpoint."""
         self.manager.restore(into=self.state)
-
-    def _report(self) -> None:
-        from fastckpt.integrations.ray import report
-
-        report({"step": self.step}, self.manager)
