@@ -197,7 +197,7 @@ fn a_disk_that_fails_one_rank_fails_all_that_want_its_bytes() {
     for broken in 0..RANKS as usize {
         for budget in [1, BUDGET] {
             let (ranks, _) = saved.ranks(None, budget);
-            let faults = Some(FaultPlan::new(2, Fault::Errno(libc::EIO), true));
+            let faults = Some(FaultPlan::new(1, Fault::Errno(libc::EIO), true));
             let failing = |rank| Options { faults: faults.clone().filter(|_| rank == broken), ..options() };
             for (rank, outcome) in read(&ranks, failing).into_iter().enumerate() {
                 match outcome {
