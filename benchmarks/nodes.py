@@ -6,11 +6,11 @@ Each situation has processes of its own, one per rank: bound to some processors 
 torchrun, in a control group with a quota (version 1), on a file system that is mounted for it: ext4 on a loop device,
 tmpfs, overlay, or one in user space that answers each request after ``--delay`` milliseconds, all at the same time. All
 ranks together save a state of ``--size``, each its share to a path of its own, and load it again; then all of them load
-the checkpoint of rank 0 (``same``). They do so with each setting of ``SETTINGS``, which take turns; then the fastest of
-them takes turns with the defaults. An operation lasts as long as the slowest rank takes. Figures are medians over the
-rounds; the page cache is dropped before each load. ``GB/s`` is what all ranks together save or get. ``of best`` is the
-rate of the defaults divided by that of the fastest setting. On a machine with other work it says little; what was
-chosen does not depend on that.
+one checkpoint as large as a share (``same``). They do so with each setting of ``SETTINGS``, which take turns; then the
+fastest of them takes turns with the defaults. An operation lasts as long as the slowest rank takes. Figures are medians
+over the rounds; the page cache is dropped before each load. ``GB/s`` is what all ranks together save or get. ``of
+best`` is the rate of the defaults divided by that of the fastest setting. On a machine with other work it says little;
+what was chosen does not depend on that.
 """
 
 from __future__ import annotations
@@ -138,15 +138,23 @@ class Ranks:
             undo.callback(child.kill)
             self.pipes.append((cast("IO[str]", child.stdin), cast("IO[str]", child.stdout)))
 
+    def tell(self, rank: int, *order: str) -> None:
+        """Let one begin an operation with a setting, at a path."""
+        print(json.dumps(order), file=self.pipes[rank][0], flush=True)
+
+    def told(self, rank: int) -> tuple[float, str]:
+        """Wait until it has done so; return the seconds, and what it chose."""
+        seconds, chosen = json.loads(self.pipes[rank][1].readline())
+        return seconds, chosen
+
     def do(self, operation: str, setting: str, point: Path) -> tuple[float, str]:
-        """Let all do it; return the seconds of the slowest, and what rank 0 chose."""
+        """Let all do it; return the seconds of the slowest, and what the last rank chose."""
         if operation != "save":
             Path("/proc/sys/vm/drop_caches").write_text("1")
-        for rank, (orders, _) in enumerate(self.pipes):
-            path = str(point / f"rank-{0 if operation == 'same' else rank}")
-            print(json.dumps([operation, setting, path]), file=orders, flush=True)
-        told = [json.loads(answers.readline()) for _, answers in self.pipes]
-        return max(seconds for seconds, _ in told), told[0][1]
+        for rank in range(len(self.pipes)):
+            self.tell(rank, operation, setting, str(point / ("same" if operation == "same" else f"rank-{rank}")))
+        told = [self.told(rank) for rank in range(len(self.pipes))]
+        return max(seconds for seconds, _ in told), told[-1][1]
 
 
 def medians(
@@ -167,6 +175,9 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
     found: dict[str, Any] = {}
     with limited(situation.quota) as groups, ExitStack() as undo:
         ranks = Ranks(situation, options, groups, undo)
+        if "same" in kinds:
+            ranks.tell(0, "save", "default", str(point / "same"))
+            ranks.told(0)
         # The first of all finds files and memory that nothing has touched.
         chosen = {kind: ranks.do(kind, "default", point)[1] for kind in kinds}
         by_hand = medians(ranks, point, kinds, [name for name in SETTINGS if name != "default"], options.rounds)
