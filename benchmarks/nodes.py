@@ -191,7 +191,7 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
 
 
 def rank_of_node(order: dict[str, Any]) -> None:
-    """What a rank does: an operation with a setting for each line; it answers with its seconds and what was chosen."""
+    """Do an operation for each line of standard input; answer with its seconds and what was chosen."""
     for group in order["groups"]:
         Path(group).write_text(str(os.getpid()))
     import numpy as np

@@ -110,7 +110,7 @@ class SaveRequest:
         return flags_of(self.operation, self.settings.files.frozen, [*names])
 
     def owners(self) -> object:
-        """What keeps the memory alive that the core reads, also after a save with a deadline was given up."""
+        """Return what keeps alive the memory that the core reads, even after a save with a deadline was given up."""
         if self.snapshot is not None or self.settings.io.deadline is None:
             return self.snapshot
         return tuple(one for flat in self.parts for one in flat.keep)

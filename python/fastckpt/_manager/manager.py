@@ -305,7 +305,7 @@ class Manager:
         """Save at each boundary where ``notice`` has news: a scheduler that is asked, and sends no signal.
 
         It is asked once at each boundary, on all ranks. Each answer that is true, and that it has not given before, has
-        that step saved, whatever the policies decide. Training continues: who takes the node ends it.
+        that step saved, whatever the policies decide. Training continues until the scheduler ends it.
 
         Args:
             notice: what to ask, such as ``ray.train.get_preemption_info``. It gives the same on all ranks in the same
