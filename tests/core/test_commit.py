@@ -166,7 +166,7 @@ def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, e
 
 
 def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_path):
-    """Mutants: no sync of what holds a new directory; only the lowest one synced."""
+    """Mutants: no sync of what holds a new directory; only the lowest one synced; no sync of an empty one's name."""
     path = parent / "a" / "b" / "step"
     end, calls = traced_save(children, path, tmp_path / "log", index=1, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
@@ -185,6 +185,34 @@ def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_pat
             and call.end < commit.start
         ]
         assert synced, f"{made} may not survive a power cut"
+    # A save that was killed may have made the empty directory in which this one begins.
+    first = next(call.start for call in calls if call.name.startswith("mkdir") and call.paths() == [str(parent / "a")])
+    above = [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [str(parent.parent)]]
+    assert [call.end < first for call in above] == [True]
+
+
+def test_the_name_of_a_directory_that_holds_something_is_not_synced_again(children, parent, tmp_path):
+    """Mutant: each save syncs the directory above its parent."""
+    (parent / "config.json").touch()
+    end, calls = traced_save(children, parent / "step", tmp_path / "log", index=1, **GROUPS)
+    assert not isinstance(end, zygote.Raised), end
+    assert not [call for call in calls if call.name in SYNCS and call.fd_paths() == [str(parent.parent)]]
+
+
+@pytest.mark.root
+def test_a_directory_above_that_cannot_be_read_hinders_no_save(children):
+    """Mutant: a failure to open it is an error."""
+    needs.root()
+    with mounts.public_directory() as closed:
+        run = closed / "run"
+        run.mkdir()
+        run.chmod(0o777)
+        closed.chmod(0o711)
+        child = children.start("write_file", path=str(run / "file"), fill=1, nbytes=5, user=True)
+        child.next()
+        child.go()
+        end = child.outcome()
+        assert not isinstance(end, zygote.Raised), end
 
 
 def test_parents_that_others_make_at_the_same_time(children, parent):
@@ -204,19 +232,19 @@ def test_parents_that_others_make_at_the_same_time(children, parent):
             assert whole(parent / f"{turn}" / "a" / "b" / str(rank), SMALL) == rank
 
 
-@pytest.mark.parametrize("call", ["mkdirat", "fsync"])
-def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call):
-    """Mutant: a failed sync of a new directory's parent is passed over."""
+@pytest.mark.parametrize(("call", "nth"), [("mkdirat", 1), ("fsync", 1), ("fsync", 2)])
+def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call, nth):
+    """Mutants: a failed sync of a new directory's parent is passed over; so is one of the directory above."""
     path = parent / "a" / "step"
     child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
     child.next()
-    with strace.attached(child.pid, tmp_path / "log", call, strace.injection(call, "error=EIO", 1)):
+    with strace.attached(child.pid, tmp_path / "log", call, strace.injection(call, "error=EIO", nth)):
         child.go()
         end = child.outcome()
     assert isinstance(end, zygote.Raised)
     assert (end.kind, end.errno) == ("OSError", errno.EIO)
     assert end.filename == str(parent / "a")
-    assert manifest.listing(parent) == ([] if call == "mkdirat" else ["a"]), "a failed save may leave empty parents"
+    assert manifest.listing(parent) == (["a"] if nth == 2 else []), "a failed save may leave empty parents"
     assert not path.exists()
 
 

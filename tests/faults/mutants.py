@@ -82,6 +82,11 @@ MUTANTS = {
         "        if !MUTANT {\n"
         '            sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;\n        }',
     ),
+    "empty-directory-sync": _core(
+        "commit/parents.rs",
+        "    if is_empty(at.as_fd()) {",
+        "    if !MUTANT && is_empty(at.as_fd()) {",
+    ),
     "acknowledged-early": _core(
         "commit/takeover.rs",
         "        self.own = None;\n        self.close_to_others(mode)?;\n",

@@ -22,6 +22,7 @@ ROWS = [
             "directory-sync",
             "parent-sync",
             "made-parents-sync",
+            "empty-directory-sync",
             "acknowledged-early",
             "replaced-goes-first",
         ),

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use rustix::io::{Errno, retry_on_intr};
 
-use super::directory::sync;
+use super::directory::{is_empty, open_child, sync};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
@@ -16,6 +16,14 @@ use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
 /// durable. Other processes may make the same ones meanwhile.
 pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     let (mut at, missing) = nearest(path)?;
+    // A save that was killed may have made it, and not synced its name. It makes nothing in it before.
+    if is_empty(at.as_fd()) {
+        match open_child(at.as_fd(), OsStr::new("..")).and_then(|above| sync(above.as_fd())) {
+            // The directory above may not be read.
+            Ok(_) | Err(Errno::ACCESS) => {}
+            Err(error) => return Err(Error::io("sync the directories above", path)(error)),
+        }
+    }
     for path in missing.into_iter().rev() {
         // Unlike `file_name`, this is also right for `..`, which exists.
         let Some(name) = path.components().next_back() else { continue };
@@ -59,17 +67,16 @@ fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
         let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
         match open_directory(above) {
             Ok(directory) => {
-                return match missing.pop() {
-                    // A file, or a dangling link, is in the way.
-                    Some((path, error)) if error.kind() != ErrorKind::NotFound || is_there(path) => {
-                        Err(Error::io(OPEN_PARENT, path)(error))
-                    }
-                    last => {
-                        let missing: Vec<_> = missing.into_iter().chain(last).map(|(path, _)| path).collect();
-                        check_lengths(&directory, &missing)?;
-                        Ok((directory, missing))
-                    }
+                // A file, or a dangling link, is in the way.
+                let in_the_way = |(path, error): &mut (&Path, io::Error)| {
+                    error.kind() != ErrorKind::NotFound || path.is_symlink()
                 };
+                if let Some((path, error)) = missing.pop_if(in_the_way) {
+                    return Err(Error::io(OPEN_PARENT, path)(error));
+                }
+                let missing: Vec<_> = missing.into_iter().map(|(path, _)| path).collect();
+                check_lengths(&directory, &missing)?;
+                return Ok((directory, missing));
             }
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
                 missing.push((above, error));
@@ -98,10 +105,6 @@ pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Res
         // The other properties of a name that is looked up in the wrong place do not matter.
         _ => Ok(()),
     }
-}
-
-fn is_there(path: &Path) -> bool {
-    path.symlink_metadata().is_ok_and(|about| about.is_symlink())
 }
 
 #[cfg(test)]

@@ -15,9 +15,11 @@ fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static [AtomicU64; 2] {
     })
 }
 
-/// The target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
+/// The target of the process, in bytes/s per GPU for saves and for loads; 0 for none, as where the variable does not
+/// parse.
 pub(super) fn targets(environment: &Environment) -> (u64, u64) {
-    let [save, load] = current(|| environment_targets(environment));
+    let given = || environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets);
+    let [save, load] = current(|| given().unwrap_or((0, 0)));
     (save.load(Relaxed), load.load(Relaxed))
 }
 
@@ -26,11 +28,6 @@ pub(super) fn set(save: u64, load: u64) {
     let [wanted_save, wanted_load] = current(|| (save, load));
     wanted_save.store(save, Relaxed);
     wanted_load.store(load, Relaxed);
-}
-
-/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; a value that does not parse means no target.
-fn environment_targets(environment: &Environment) -> (u64, u64) {
-    environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets).unwrap_or((0, 0))
 }
 
 /// Units of a rate, in lower case, with their bytes per second.
