@@ -257,18 +257,19 @@ class Lightning(Library):
         last = max(numbers, default=0)
         trainer = pl.Trainer(accelerator="cpu", max_steps=last, callbacks=[saver], default_root_dir=directory, **quiet)
         data = torch.utils.data.DataLoader(torch.zeros(last + 1, 1))
-        there = (directory / "last.ckpt").exists()
+        # As `ckpt_path="last"` chooses, where there are several.
+        there = max(directory.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
         if steps is None:
-            loaded = torch.load(directory / "last.ckpt", weights_only=False)
+            loaded = torch.load(there, weights_only=False)
             return {name.removeprefix("model."): value for name, value in loaded["state_dict"].items()}
-        trainer.fit(module, data, ckpt_path="last" if there else None)
+        trainer.fit(module, data, ckpt_path=there)
         return {}
 
     def train(self, directory: Path, steps: Iterable[int], told: Told) -> None:
         self._run(directory, steps, told)
 
     def resume(self, directory: Path) -> dict[str, Any] | None:
-        if not list(directory.glob("*.ckpt")):
+        if not list(directory.glob("last*.ckpt")):
             return None
         return self._run(directory, None, lambda _: None)
 

@@ -142,17 +142,18 @@ def in_retention(trial: Trial) -> str:
     return kill(trial, 1 + (trial.library.keeps or 2))
 
 
-def _files(trial: Trial, fewer: set[Path]) -> list[Path]:
-    found = sorted(trial.directory.rglob("*"))
-    return [one for one in found if one.is_file() and one not in fewer and one.stat().st_size]
+def _files(trial: Trial) -> dict[Path, tuple[int, int]]:
+    """Each file, with what changes when it is written or replaced."""
+    found = {one: one.stat() for one in sorted(trial.directory.rglob("*")) if one.is_file() and one.stat().st_size}
+    return {one: (about.st_ino, about.st_mtime_ns) for one, about in found.items()}
 
 
 def _damage(trial: Trial, damage: Callable[[Path], None]) -> str:
     """Damage a file of the newest checkpoint: to raise or to take an older one is good."""
     trial.saved([1, 2])
-    before = set(trial.directory.rglob("*"))
+    before = _files(trial)
     trial.saved([3])
-    files = _files(trial, before)
+    files = sorted(path for path, _ in _files(trial).items() - before.items())
     damage(trial.draw.choices(files, [one.stat().st_size for one in files])[0])
     found = trial.resume()
     if found.how == "hung":
