@@ -209,11 +209,12 @@ def power_cut(trial: Trial) -> str:
         child = trial.train([1, 2, 3], note=lambda step: mark(f"acknowledged {step}"))
         if child.end().how != "returned":
             raise AssertionError(f"{trial.library.title}: undisturbed, it failed")
-    (state,) = cut.after(disks.formatted(kind), log, cut.cuts(log, 1, trial.draw), trial.draw)
+    state = next(cut.after(disks.formatted(kind), log, cut.cuts(log, 1, trial.draw), trial.draw))
     acknowledged = max((int(mark.split()[1]) for mark in state.marks if mark.startswith("ack")), default=0)
-    with disks.shelf(kind, home) as shelf, shelf.mounted(kind, state.image, state.used) as point:
-        trial.directory = point
-        return trial.verdict(acknowledged)
+    with disks.shelf(kind, home) as shelf:
+        shelf.put(state.image, state.used)
+        with shelf.mounted(kind) as trial.directory:
+            return trial.verdict(acknowledged)
 
 
 def two_savers(trial: Trial) -> str:
