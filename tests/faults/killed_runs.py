@@ -6,14 +6,15 @@ or has it preempted: then the step that it is at must be durable. After each kil
 without a warning, the newest step that was acknowledged or a later one, bit for bit. The oracle, the acknowledged step,
 is the parent's alone.
 
-In some rounds the child goes back to an older step first, with or without removing the newer ones, and begins a branch
-from there, whose number is that of the round and lies in its states. Once a step of it is acknowledged, nothing of the
-branch that it has left may be restored, however high its steps are.
+The number of the round lies in its states, so that what was saved later is known. In some rounds the child goes back to
+an older step first, with or without removing the newer ones, and begins a branch from there. Once a step of it is
+acknowledged, nothing of the branch that it has left may be restored, however high its steps are.
 
 With a remote tier, a directory or the bucket of a server of S3 on loopback, which is not killed and keeps one
 checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest step that was
-acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was drained is
-then all that was acknowledged, and the next child fetches it.
+acknowledged as drained, or a later one. What a run was about to remove, and was killed, may still be drained, and
+counts for nothing. In one round out of eight the local tier is lost whole: what was drained is then all that was
+acknowledged, and the next child fetches it.
 
 With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, as a
 job is, or one of them well before the others, as a node fails.
@@ -134,7 +135,7 @@ def train(directory, remote, tell, plan):
         run.save_on_signal(signal.SIGTERM, grace="60s")
     tell("restore", NOTHING)
     found = run.restore(fresh=plan.fresh)
-    branch, step = place_of(found) if found else NOTHING
+    step = found.step if found else 0
     if plan.back is not None:
         tell("rollback", NOTHING)
         older = [one for one in run._catalogue.own(run._catalogue.entries(run.steps())) if one < step]
@@ -146,17 +147,17 @@ def train(directory, remote, tell, plan):
                     tell("discard", discarded[0])
                 found = run.restore(step=found.step, discard_newer=True)
                 discarded.clear()
-            branch, step = plan.number, found.step
+            step = found.step
     try:
         while True:
             step += 1
             tell("save", NOTHING)
-            run.save(step, state(branch, step))
+            run.save(step, state(plan.number, step))
             if step % 2:
                 run._saves.pending and run._saves.pending.result()
-                tell("acknowledged", (branch, step))
+                tell("acknowledged", (plan.number, step))
     except SystemExit:
-        tell("acknowledged", (branch, step))
+        tell("acknowledged", (plan.number, step))
 
 
 def place_of(found):
@@ -294,9 +295,10 @@ def store():
     return f"s3://{BUCKET}/run"
 
 
-def one_round(number, directory, remote, known, phase, seed, ranks, *, sure=False):
+def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sure=False):
     """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``.
 
+    Where a run was about to remove all that is newer than a place, the place and the round are put into ``left``.
     With ``sure`` nobody is killed before there is one of each, however slow the machine is.
 
     Returns:
@@ -331,11 +333,13 @@ def one_round(number, directory, remote, known, phase, seed, ranks, *, sure=Fals
         if len(message) < MESSAGE.size:
             return None
         kind, *place = MESSAGE.unpack(message)
-        if KINDS[kind] in known:
-            known[KINDS[kind]] = max(tuple(place), known[KINDS[kind]])
-        elif KINDS[kind] == "discard":
-            known.update({name: min(tuple(place), one) for name, one in known.items()})
-        return KINDS[kind]
+        place, kind = tuple(place), KINDS[kind]
+        if kind in known and not any(back < place and place[0] < at for back, at in left):
+            known[kind] = max(place, known[kind])
+        elif kind == "discard":
+            known.update({name: min(place, one) for name, one in known.items()})
+            left.append((place, number))
+        return kind
 
     try:
         while after > 0 or (sure and NOTHING in awaited(known, remote)):
@@ -370,7 +374,7 @@ def campaign(run, remote=None, size=1):
     directory = str(run.place / "run")
     each = [phase for phase in PHASES if size == 1 or phase != "rollback"] + ["drain"] * (remote is not None)
     known = {"acknowledged": NOTHING, "drained": NOTHING}
-    draw, ranks, phases = run.draw, Ranks(size), []
+    draw, ranks, phases, left = run.draw, Ranks(size), [], []
     for number in range(run.trials):
         # Each as often as the others, in any order.
         phases = phases or draw.sample(each, len(each))
@@ -380,7 +384,7 @@ def campaign(run, remote=None, size=1):
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
         sure = number == run.trials - 2
-        run.count("preempted", one_round(number + 1, directory, remote, known, phase, draw, ranks, sure=sure))
+        run.count("preempted", one_round(number + 1, directory, remote, known, left, phase, draw, ranks, sure=sure))
         run.count(phase)
         (pid,), pipe = in_children(
             lambda writing, _: os.write(writing, check(directory, remote, *known.values()).encode()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -65,6 +66,27 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, k
         manager.restore(step=1000, discard_newer=True)
         assert (manager.steps(), at_remote(manager)) == ([1000], [1000])
     assert fastckpt.Manager(tmp_path / "none", remote=far, read_only=True).restore().step == 1000
+
+
+def test_what_a_killed_removal_left_removes_nothing_at_the_remote(tmp_path):
+    """A run goes back twice, and is killed as it begins to remove what is newer. The next one copies what waits.
+
+    Mutant: what the run has left counts as its newest at the remote, and the step that it went back to goes.
+    """
+    run, far = tmp_path / "run", tmp_path / "far"
+    save(run, [1, 2, 3, 4, 5, 6], remote=far, remote_keep=2)
+    save(run, [4], "b", at=3, remote=far, remote_keep=2)
+    before = {tier: shutil.copytree(tier, tmp_path / f"before-{tier.name}") for tier in (run, far)}
+    save(run, [], at=3, discard=True, remote=far, remote_keep=2)
+    for tier, copy in before.items():
+        for step in copy.glob("step-*"):
+            if not (tier / step.name).exists():
+                shutil.copytree(step, tier / step.name)
+    with fastckpt.Manager(run, remote=far, remote_keep=2) as manager:
+        assert manager.restore().step == 3
+        manager.wait()
+    assert (far / "latest").read_text() == "step-00000003\n"
+    assert restored(tmp_path / "none", remote=far) == (3, "a")
 
 
 def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_step(tmp_path):

@@ -252,8 +252,7 @@ class Drain:
             Exception: an attempt failed, and the step is not at the remote.
         """
         with self._lock:
-            failed = next(iter(self._failed), None)
-            error = None if failed is None else self._failed.pop(failed)
+            error = self._failed.pop(next(iter(self._failed), -1), None)
             self.start()
         if error is not None:
             raise error

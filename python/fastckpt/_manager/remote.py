@@ -104,8 +104,7 @@ class Remote(Tier[Place]):
         known = {step: known[step] for step in sorted(known)}
         pinned = {*pinned, *self._local.place.look().pinned}
         try:
-            tip = self._local.catalogue.tip(known)
-            wanted = reasons_on_branch(known, tip, self.policies, pinned, time.time())
+            wanted = reasons_on_branch(known, self._local.catalogue.tip(known), self.policies, pinned, time.time())
         except Exception:  # a policy of the caller's
             logger.exception("%s: a policy raised, and everything is copied", self.place.path)
             return []
@@ -115,23 +114,25 @@ class Remote(Tier[Place]):
         """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and leftovers of copies.
 
         It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
-        step that ``waits`` is still to be copied.
+        step that ``waits`` is still to be copied. One that the run has left does not count as the newest: it would
+        have those removed that the run goes on from.
         """
-        local, place = self._local.place, self.place
+        local, place = self._local, self.place
         try:
-            is_latest = number > self._latest
+            tip = lineage.last([local.catalogue.last, self.catalogue.last])
+            left = any(tip.has_left(step, entry.lineage) for entry in local.catalogue.entries([step]).values())
+            is_latest = number > self._latest and not left
             if is_latest:
                 write_latest(place, step)
                 self._latest, self._durable = number, step
-            if local.is_pinned(step) and not place.is_pinned(step):
+            if local.place.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
-            if was_there and not is_latest:
+            if (was_there and not is_latest) or (durable := self._durable) is None:
                 # One of perhaps thousands that an earlier run has copied: nothing has changed.
                 return
-            durable = step if self._durable is None else self._durable
             if self.policies:
                 self.clear(durable)
-            for each in (place, local):
+            for each in (place, local.place):
                 each.sweep_copies(lambda one: one < durable and not waits(one))
         except OSError as error:
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
