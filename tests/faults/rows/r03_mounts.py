@@ -53,7 +53,7 @@ ROWS = [
         "each scene is played without a fault first; the mount counts the calls that failed",
         run=_calls,
         fast=24,
-        nightly=3000,
+        nightly=600,
         part=100,
         mutants=("failed-write",),
         tried=200,

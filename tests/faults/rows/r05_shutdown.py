@@ -78,7 +78,7 @@ ROWS = [
         "each scene is played without a fault first; the mutants",
         run=_shutdowns,
         fast=8,
-        nightly=1000,
+        nightly=300,
         part=100,
         mutants=("parent-sync", "acknowledged-early"),
         tried=200,

@@ -62,7 +62,7 @@ ROWS = [
         "each scene is played without a fault first; the device counts what it has failed",
         run=partial(_devices, kind=kind),
         fast=4,
-        nightly=500,
+        nightly=150,
         part=50,
         mutants=("failed-sync",) if kind == "ext4" else (),
         tried=100,

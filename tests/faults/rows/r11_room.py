@@ -179,7 +179,7 @@ ROWS = [
         "each kind refuses some saves; with room again the next save succeeds",
         run=_room,
         fast=12,
-        nightly=1000,
+        nightly=300,
         part=100,
         root=True,
     ),

@@ -98,7 +98,7 @@ ROWS = [
         "each scene is played without a lie first, and the load after one succeeds",
         run=_lies,
         fast=24,
-        nightly=3000,
+        nightly=600,
         part=100,
         mutants=("checksum",),
         tried=100,
