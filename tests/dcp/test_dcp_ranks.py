@@ -112,6 +112,21 @@ def test_ranks_pass_on_what_they_read(lasting, reference, topology, size):
         assert sum(peers for *_, peers in done) >= (size - 1) * stored * 0.9
 
 
+def load_checked(path, only):
+    io = fastckpt.IO("threads", verify=dist.get_rank() == only)
+    dcp.load({"w": torch.zeros(1000)}, storage_reader=Reader(path, ranks=Ranks(timeout=60), io=io))
+
+
+def test_what_a_rank_reads_is_compared_for_another_one(lasting, tmp_path):
+    fastckpt.save({"w": torch.ones(1000)}, tmp_path / "c")
+    with (tmp_path / "c" / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"bad!")
+    # Rank 0 reads for both, and only rank 1 wants it compared.
+    with lasting(2) as group, pytest.raises(FailedError, match="checksum"):
+        group.run(load_checked, tmp_path / "c", 1)
+
+
 def _flat(state):
     flat, _ = dcp._nested_dict.flatten_state_dict(state)
     return flat

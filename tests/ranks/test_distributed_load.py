@@ -184,19 +184,20 @@ def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
     assert sum(report.bytes_storage for report in reports) <= 1.5 * (LARGE * 4 + 20)
 
 
-def load_damaged(path, io):
-    return load_large(path, "columns", io)
+def load_damaged(path, engine, only):
+    return load_large(path, "columns", fastckpt.IO(engine, verify=only in (None, dist.get_rank())))
 
 
-@pytest.mark.parametrize("io", ["threads", "buffered"])
-def test_damage_is_found_and_told_to_all(forge, tmp_path, io):
+#: Rank 0 reads the damaged block for all.
+@pytest.mark.parametrize(("io", "only"), [("threads", None), ("buffered", None), ("threads", 2)])
+def test_damage_is_found_and_told_to_all(forge, tmp_path, io, only):
     save_large(tmp_path / "c")
     shard = next((tmp_path / "c").glob("*.safetensors"))
     with shard.open("r+b") as file:
         file.seek(LARGE // 2)
         file.write(b"damage")
     with forge.group(3) as group:
-        group.start(load_damaged, tmp_path / "c", io)
+        group.start(load_damaged, tmp_path / "c", io, only)
         outcomes = group.outcomes()
     kinds = [each.raised.kind for each in outcomes]
     assert "CorruptCheckpointError" in kinds

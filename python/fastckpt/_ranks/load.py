@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .torch_distributed import DataGroup
 
-#: The engines with which ranks of one host read through its page cache: where it has the checkpoint, and always.
+#: The engines with which ranks of one host read through its page cache: 1 where it has the checkpoint, 2 always.
 _CACHED = {"auto": 1, "buffered": 2}
 
 
@@ -65,6 +65,7 @@ class Opened(NamedTuple):
         apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
             object store.
         group: the group for the bytes; None if they do not travel.
+        verify: whether a rank wants its bytes compared with their checksums: then each compares what it reads.
         grain: bytes of a grain, and
         team: the ranks of a team, where bytes travel (``_core.Share.to_load``).
     """
@@ -72,6 +73,7 @@ class Opened(NamedTuple):
     reader: _core.Reader
     apart: bool
     group: DataGroup | None
+    verify: bool
     grain: int
     team: int
 
@@ -116,7 +118,7 @@ def _load(
     whole = False
     try:
         try:
-            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(settings.io.engine, 0))
+            opened = open_checkpoint(call, operation, attention, settings.io)
         except LostError as error:
             _want(operation, lost_by(session.name(session.group.rank), error), None)
             raise
@@ -133,20 +135,20 @@ def _load(
     return state, fields, opened.reader
 
 
-def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, caches: int) -> Opened:
+def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: IO) -> Opened:
     """Open the checkpoint on all ranks: the round ``arrive``. One reads the manifest, and passes it on.
 
     Args:
         call: the call.
         operation: its operation.
         attention: the operation's.
-        caches: whether this rank reads through the page cache: 0 for no, 1 if that has the checkpoint, 2 for yes.
+        io: how the bytes of this rank move.
     """
     session = call.session
     readers: list[_core.Reader] = []
 
     def decide(arrived: list[Any]) -> list[Any]:
-        hosts, least, offer = arrived
+        hosts, least, verify, offer = arrived
         reader = open_reader("load", call.path)
         readers.append(reader)
         one = len(hosts) == 1
@@ -156,11 +158,11 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
         # Asked in any case: a variable that says nothing is an error in every load, or in none.
         teams = (0, 1) if is_url(call.path) else _core.aggregation(call.path, mmap.PAGESIZE)
-        return [apart, name, *teams, len(manifest) if name else manifest]
+        return [apart, name, verify, *teams, len(manifest) if name else manifest]
 
-    apart, name, grain, team, manifest = operation.round(
+    apart, name, verify, grain, team, manifest = operation.round(
         "arrive",
-        [[session.group.host], caches, session.link.offer(needed=True)],
+        [[session.group.host], _CACHED.get(io.engine, 0), io.verify, session.link.offer(needed=True)],
         combine=_combine_arrivals,
         decide=decide,
     )
@@ -170,13 +172,13 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
             group, readers[0].manifest() if readers else None, manifest, attention.limit, attention.meanwhile
         )
     reader = readers[0] if readers else open_reader("load", call.path, manifest=manifest)
-    return Opened(reader, apart, group, grain, team)
+    return Opened(reader, apart, group, verify, grain, team)
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
-    """Several arrivals combined: up to two hosts, the least use of the page cache, and the gloo group."""
-    hosts = sorted({host for hosts, _, _ in arrivals for host in hosts})[:2]
-    return [hosts, min(least for _, least, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
+    """Several arrivals combined: up to two hosts, the least use of the page cache, any check, and the gloo group."""
+    hosts, caches, checks, offers = zip(*arrivals, strict=True)
+    return [sorted({host for each in hosts for host in each})[:2], min(caches), any(checks), Link.combine(offers)]
 
 
 def _read(
@@ -193,7 +195,7 @@ def _read(
     share: _core.Share | None = None
     outcome: dict[str, Any] = {}
     verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
-    reading = Reading(opened.reader, targets, settings.io, attention, tick)
+    reading = Reading(opened.reader, targets, replace(settings.io, verify=opened.verify), attention, tick)
     if opened.apart or session.group.size == 1:
         boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
         alone = session.group.size == 1 or is_url(call.path)

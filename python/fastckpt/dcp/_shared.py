@@ -9,6 +9,8 @@ import hashlib
 import json
 import mmap
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
@@ -54,12 +56,14 @@ def read_together(
     attention = Attention(operation, timeout)
     reading, requests = asked(attention)
     manifest = hashlib.sha256(reading.reader.manifest()).hexdigest()
-    cached, name, grain, team = operation.round(
+    cached, name, verify, grain, team = operation.round(
         "arrive",
-        [[here.group.host], reading.io.engine in _CACHED, [manifest], here.link.offer(needed=True)],
+        [[here.group.host], reading.io.engine in _CACHED, reading.io.verify, [manifest], here.link.offer(needed=True)],
         combine=_combine,
         decide=lambda arrived: _decide(path, arrived),
     )
+    # One rank may read for another, whose bytes are to be compared.
+    reading = reading._replace(io=replace(reading.io, verify=verify))
     share: _core.Share | None = None
     outcome: dict[str, Any] = {}
     whole = False
@@ -95,19 +99,18 @@ def gathered(lists: list[list[Any]]) -> list[Any]:
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:
-    """Up to two hosts, whether all may read through the page cache, up to two manifests, and the gloo groups."""
-    hosts = sorted({host for hosts, _, _, _ in arrivals for host in hosts})[:2]
-    manifests = sorted({one for _, _, manifests, _ in arrivals for one in manifests})[:2]
-    offers = Link.combine([offer for *_, offer in arrivals])
-    return [hosts, all(may for _, may, _, _ in arrivals), manifests, offers]
+    """Up to two hosts, whether all may read cached pages, whether any compares, two manifests, and the gloo groups."""
+    hosts, may, checks, manifests, offers = zip(*arrivals, strict=True)
+    two = [sorted(set(chain.from_iterable(each)))[:2] for each in (hosts, manifests)]
+    return [two[0], all(may), any(checks), two[1], Link.combine(offers)]
 
 
 def _decide(path: str, arrived: list[Any]) -> list[Any]:
-    hosts, may, manifests, offer = arrived
+    hosts, may, verify, manifests, offer = arrived
     if len(manifests) > 1:
         raise ReplacedCheckpointError(f"load: {path}: another save replaced it while the ranks opened it: load again")
     cached = may and len(hosts) == 1
-    return [cached, "" if cached else Link.agree(offer), *_core.aggregation(path, mmap.PAGESIZE)]
+    return [cached, "" if cached else Link.agree(offer), verify, *_core.aggregation(path, mmap.PAGESIZE)]
 
 
 def _unite(demands: list[Any]) -> str:
