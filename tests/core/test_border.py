@@ -448,6 +448,11 @@ def test_the_environment_is_read_under_the_gil_alone(tmp_path):
 OPTIONS = _core.SaveOptions(shard_size=1_000_000, threads=2)
 
 
+def test_more_options_than_a_checkpoint_keeps_are_refused():
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"1025 options, .* 1024 .*: keep fewer"):
+        _core.SaveOptions(shard_size=1_000_000, kept=[("exclude", "a")] * 1025)
+
+
 def part(value, *, is_here=True):
     return Tensor("", "U8", (value.nbytes,), value.ctypes.data if is_here else 0, value.nbytes, None)
 

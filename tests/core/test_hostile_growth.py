@@ -314,6 +314,37 @@ def test_what_a_reader_takes_is_bounded_by_the_file(children, forged, kind):
         assert end["kind"] == "loaded", end
 
 
+def _options(body, _):
+    body["saved"]["options"] = [["", ""]] * 1_000_000
+
+
+def _tensors(body, tensor):
+    body["tensors"] += [{**tensor, "name": f"n{number}", "shape": [0], "crc": ""} for number in range(100_000)]
+
+
+def _unknown(body, tensor):
+    body["unknown"] = tensor["unknown"] = [[]] * 1_000_000
+
+
+#: What follows the structure's own, which tests above have.
+MEMBERS = {
+    "options": (_options, "CorruptCheckpointError"),
+    "tensors": (_tensors, "loaded"),
+    "unknown": (_unknown, "loaded"),
+}
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_no_other_member_takes_much_more_than_the_file(children, forged, member):
+    path, body = forged
+    grow, kind = MEMBERS[member]
+    grow(body, body["tensors"][0])
+    manifest.forge(path, body)
+    size = (path / manifest.NAME).stat().st_size
+    end = ended(children, path, bound=12 * size)
+    assert end["kind"] == kind, end
+
+
 def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
     path, body = forged
     body["structure"] = [["size", *([[]] * 3_000_000)]]

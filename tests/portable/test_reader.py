@@ -275,6 +275,8 @@ FORGED = {
         True,
     ),
     "options": (_in_saved(b'"options":[["exclude","a"],["exclude","b"]]'), True),
+    "as many options as there may be": (_in_saved(b'"options":[%b]' % b",".join([b'["",""]'] * 1024)), True),
+    "more options": (_in_saved(b'"options":[%b]' % b",".join([b'["",""]'] * 1025)), False),
     "options of another type": (_in_saved(b'"options":{"exclude":"a"}'), False),
     "an option without a value": (_in_saved(b'"options":[["exclude"]]'), False),
     "an option of three": (_in_saved(b'"options":[["exclude","a","b"]]'), False),

@@ -17,6 +17,7 @@ from .limits import (
     MAX_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER,
+    MAX_OPTIONS,
     MAX_SHARDS,
     MAX_TENSORS,
     MINOR,
@@ -173,10 +174,7 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
     writer, saved = _get(values, "writer"), _get(values, "saved")
     fallback = _get(saved, "fallback", None)
     # Only saves use these names, but all readers must agree on whether a manifest is valid.
-    files = _list(_get(saved, "files", []))
-    if len(files) > MAX_SHARDS:
-        raise ValueError(f"it has more than {MAX_SHARDS} files")
-    for file in files:
+    for file in _list(_get(saved, "files", []), MAX_SHARDS):
         _integer(_get(file, "modified"), -_64_BITS // 2, _64_BITS // 2)
         _size(_get(file, "links"))
         _size(_get(file, "inode", 0))
@@ -190,7 +188,7 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
             "threads": _size(_get(saved, "threads")),
             "seconds": _number(_get(saved, "seconds")),
             "gigabytes_per_second": _number(_get(saved, "gigabytes_per_second")),
-            "options": [_pair(pair) for pair in _list(_get(saved, "options", []))],
+            "options": [_pair(pair) for pair in _list(_get(saved, "options", []), MAX_OPTIONS)],
         },
         "block_size": block_size,
     }
@@ -317,9 +315,11 @@ def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Any, most: float = math.inf) -> list[Any]:
     if type(value) is not list:
         raise ValueError(f"expected an array, found {type(value).__name__}")
+    if len(value) > most:
+        raise ValueError(f"expected an array of at most {most} elements, found {len(value)}")
     return value
 
 

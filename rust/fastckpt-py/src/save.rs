@@ -8,6 +8,7 @@ use fastckpt_core::engine::deadline::{refuse, within};
 use fastckpt_core::engine::job::Progress;
 use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
+use fastckpt_core::format::manifest;
 use fastckpt_core::save::{Contents, Request, save as core_save};
 use fastckpt_core::snapshot::State;
 use fastckpt_core::{Options, Report};
@@ -112,6 +113,7 @@ impl SaveOptions {
         most_staging: Option<u64>,
         deadline: Option<Duration>,
     ) -> PyResult<Self> {
+        manifest::check_options(&kept).map_err(|error| to_python(&error, &Raised::default()))?;
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
         let staging = Memory::lent(staging);
         let own = options(py, io, (threads, most_staging))?;

@@ -13,7 +13,7 @@ use crate::format::checksum::{self, HEX};
 use crate::format::geometry::{self, PAGE};
 use crate::format::groups::{RESERVED_NAME, TRAINING, plain_name};
 use crate::format::layout;
-use crate::format::limits::{MAX_BLOCK, MAX_HEADER};
+use crate::format::limits::{MAX_BLOCK, MAX_HEADER, MAX_SHARDS};
 use crate::format::manifest::{self, Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
@@ -30,7 +30,7 @@ pub struct Head {
     /// When the save began, in seconds since 1970 UTC.
     pub created: f64,
     /// The files.
-    #[serde(deserialize_with = "manifest::shards")]
+    #[serde(deserialize_with = "manifest::up_to::<_, _, MAX_SHARDS>")]
     pub shards: Vec<ShardEntry>,
 }
 

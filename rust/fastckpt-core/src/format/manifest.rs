@@ -13,7 +13,7 @@ use crate::format::checksum::{self, HEX};
 use crate::format::geometry::{self, Placement};
 use crate::format::layout::{self, Plan, TensorSpec};
 pub use crate::format::limits::MAX_BYTES;
-use crate::format::limits::{MAX_DIMENSIONS, MAX_SHARDS, MAX_TENSORS};
+use crate::format::limits::{MAX_DIMENSIONS, MAX_OPTIONS, MAX_SHARDS, MAX_TENSORS};
 
 /// The file's name.
 pub const FILE: &str = "fastckpt.json";
@@ -53,10 +53,10 @@ pub struct Body {
     /// Size of a block in bytes.
     pub block_size: u64,
     /// The files.
-    #[serde(deserialize_with = "shards")]
+    #[serde(deserialize_with = "up_to::<_, _, MAX_SHARDS>")]
     pub shards: Vec<ShardEntry>,
     /// The tensors.
-    #[serde(deserialize_with = "tensors")]
+    #[serde(deserialize_with = "up_to::<_, _, MAX_TENSORS>")]
     pub tensors: Vec<TensorEntry>,
     /// The structure of the state, opaque here: an array of tokens.
     pub structure: Box<RawValue>,
@@ -90,10 +90,10 @@ pub struct Saved {
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
     /// The options of the call that are kept, by name, in words.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "up_to::<_, _, MAX_OPTIONS>", skip_serializing_if = "Vec::is_empty")]
     pub options: Vec<(String, String)>,
     /// The facts that vouch for the bytes of each shard when another save links it. Empty if it was not taken.
-    #[serde(default, deserialize_with = "files", skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "up_to::<_, _, MAX_SHARDS>", skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<Vouched>,
 }
 
@@ -137,7 +137,7 @@ pub struct TensorEntry {
     /// Stored dtype.
     pub dtype: Dtype,
     /// Stored shape.
-    #[serde(deserialize_with = "shape")]
+    #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
     pub shape: Vec<u64>,
     /// Index of its shard.
     pub shard: usize,
@@ -159,7 +159,7 @@ pub struct Logical {
     /// Its dtype, `torch.complex128` or `numpy.>f8`.
     pub dtype: String,
     /// Its shape.
-    #[serde(deserialize_with = "shape")]
+    #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
     pub shape: Vec<u64>,
 }
 
@@ -195,16 +195,6 @@ impl TensorEntry {
     }
 }
 
-pub(super) fn shards<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> std::result::Result<Vec<ShardEntry>, D::Error> {
-    deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
-}
-
-fn files<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<Vouched>, D::Error> {
-    deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
-}
-
 /// A member that is present, even if it is `null`: that is not an array of tokens, and is refused as such.
 fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
@@ -212,15 +202,13 @@ fn present<'de, D: Deserializer<'de>>(
     Box::deserialize(deserializer).map(Some)
 }
 
-fn tensors<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<TensorEntry>, D::Error> {
-    deserializer.deserialize_seq(Bounded::<_, MAX_TENSORS>(PhantomData))
-}
-
-fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u64>, D::Error> {
-    deserializer.deserialize_seq(Bounded::<_, MAX_DIMENSIONS>(PhantomData))
-}
-
 /// Reads an array and stops at the first element beyond the limit, not at the end of the array.
+pub(super) fn up_to<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MOST: usize>(
+    deserializer: D,
+) -> std::result::Result<Vec<T>, D::Error> {
+    deserializer.deserialize_seq(Bounded::<_, MOST>(PhantomData))
+}
+
 struct Bounded<T, const MOST: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MOST> {
@@ -285,6 +273,13 @@ pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
     });
     let shards = plan.shards.iter().map(|shard| 270 + text(&shard.file) + text(&shard.prefix));
     tensors.chain(shards).sum::<u64>() + texts.iter().map(|text| text.len() as u64).sum::<u64>() + 2 * LEEWAY
+}
+
+/// Refuses more options than a checkpoint keeps.
+pub fn check_options(options: &[(String, String)]) -> Result<()> {
+    let count = options.len();
+    let many = || format!("{count} options, more than the {MAX_OPTIONS} that it may keep: keep fewer");
+    if count > MAX_OPTIONS { Err(Error::TooLarge(many())) } else { Ok(()) }
 }
 
 fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
