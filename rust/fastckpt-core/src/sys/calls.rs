@@ -34,7 +34,7 @@ struct State {
     ended: Instant,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Call {
     operation: &'static str,
     /// An open file or directory, and the name in it; no name for itself.
@@ -76,14 +76,13 @@ impl Calls {
 
     /// The call that has lasted longest, if no call has ended for as long as `patience`.
     pub fn hanging(&self, patience: Duration) -> Option<Hanging> {
-        let (call, quiet) = {
-            let state = self.state();
-            let (_, call) = state.under_way.first_key_value()?;
-            let quiet = call.since.max(state.ended).elapsed();
-            (quiet >= patience).then(|| (call.clone(), quiet))?
-        };
-        let Call { operation, at, name, since } = call;
-        // The descriptor is open as long as the call lasts.
+        let state = self.state();
+        let (_, &Call { operation, at, ref name, since }) = state.under_way.first_key_value()?;
+        let quiet = since.max(state.ended).elapsed();
+        if quiet < patience {
+            return None;
+        }
+        // The descriptor is open as long as the call lasts, which cannot end without the lock.
         let at = at.map(path_of).unwrap_or_default();
         let path = if name == Path::new("") { at } else { at.join(name) };
         Some(Hanging { operation, path, since: since.elapsed(), quiet })
