@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import fastckpt
-from harness import dealing, groups, sharing, zygote
+from harness import dealing, groups, sharing, workers, zygote
 from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
@@ -37,12 +37,14 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 
 def pytest_configure(config):
-    """Workers share zygotes."""
+    """Workers are forks of one process, and share zygotes."""
     if hasattr(config, "workerinput"):
         zygote.broker = config.workerinput["zygotes"]
-    elif config.getoption("numprocesses", 0):
+    elif config.getoption("numprocesses", 0) and not config.option.collectonly:
         lasting = contextlib.ExitStack()
         zygote.broker = lasting.enter_context(sharing.broker())
+        forked = lasting.enter_context(workers.trunk(config.invocation_params.args))
+        config.option.tx = [forked] * len(config.option.tx)
         config.add_cleanup(lasting.close)
 
 
