@@ -15,12 +15,13 @@ import random
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastckpt
-from harness import cli, limits, manifest, zygote
+from harness import cli, limits, manifest, programs, zygote
 
 #: Processor time, so that a busy machine does not matter; each of these took several times as much, and most minutes.
 SECONDS = 10.0
@@ -397,53 +398,56 @@ def nasty(tmp_path):
     return path, body
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "verify", "export"])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_text_of_a_file_does_not_reach_the_terminal_raw(nasty, command, as_json, tmp_path):
-    path, _ = nasty
-    more = [str(tmp_path / "out.safetensors")] if command == "export" else []
-    arguments = [sys.executable, "-m", "fastckpt", command, str(path), *more, *(["--json"] if as_json else [])]
-    done = subprocess.run(arguments, capture_output=True, check=False)
-    assert done.returncode == 0, done
-    assert harmless(done.stdout.decode())
-    assert harmless(done.stderr.decode())
-    if command in ("info", "ls") and not as_json:
-        assert b"\\x1b[31m" in done.stdout
-        assert b"\\u202e" in done.stdout
-    if command == "info":
-        assert b"\\udc80" in done.stdout
-
-
-def test_damage_and_errors_show_no_text_raw(nasty, tmp_path):
-    path, body = nasty
+@pytest.fixture
+def told(children):
+    """Run the command; how it ended, and what it printed."""
 
     def run(*arguments):
-        command = [sys.executable, "-m", "fastckpt", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, check=False)
-        assert harmless(done.stdout.decode()), done
-        assert harmless(done.stderr.decode()), done
-        return done.returncode, (done.stdout + done.stderr).decode()
+        done = programs.run(children, [Path(fastckpt.__file__).with_name("__main__.py"), *arguments])
+        assert harmless(done.stdout), done
+        assert harmless(done.stderr), done
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "verify", "export"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_text_of_a_file_does_not_reach_the_terminal_raw(nasty, told, command, as_json, tmp_path):
+    path, _ = nasty
+    more = [tmp_path / "out.safetensors"] if command == "export" else []
+    status, text = told(command, path, *more, *(["--json"] if as_json else []))
+    assert status == 0, text
+    if command in ("info", "ls") and not as_json:
+        assert "\\x1b[31m" in text
+        assert "\\u202e" in text
+    if command == "info":
+        assert "\\udc80" in text
+
+
+def test_damage_and_errors_show_no_text_raw(nasty, told, tmp_path):
+    path, body = nasty
 
     with (path / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    status, told = run("verify", path)
+    status, text = told("verify", path)
     assert status == 1
-    assert "\\x1b[31m" in told
+    assert "\\x1b[31m" in text
     with pytest.raises(fastckpt.CorruptCheckpointError) as raised:
         fastckpt.load(path)
     assert harmless(str(raised.value))
     # A name in an error of the core.
     body["tensors"][0]["offset"] = 1 << 40
     forge_escaped(path, body)
-    status, told = run("info", path)
+    status, text = told("info", path)
     assert status == 1
-    assert "1b" in told
+    assert "1b" in text
     with pytest.raises(fastckpt.CorruptCheckpointError) as raised:
         fastckpt.open(path)
     assert harmless(str(raised.value))
-    assert run("ls", tmp_path / NASTY)[0] == 2
-    assert run("import", tmp_path / NASTY, tmp_path / "out")[0] == 2
+    assert told("ls", tmp_path / NASTY)[0] == 2
+    assert told("import", tmp_path / NASTY, tmp_path / "out")[0] == 2
 
 
 def test_a_locale_without_the_characters_is_no_traceback(nasty):

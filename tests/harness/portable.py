@@ -38,7 +38,6 @@ OTHERS = {
         "test_an_option_is_added_in_one_file",
         "test_a_load_in_a_tight_group_is_an_error_and_no_kill",
         "test_debug_build_warns_once",
-        "test_text_of_a_file_does_not_reach_the_terminal_raw",
         "test_a_locale_without_the_characters_is_no_traceback",
     ),
 }

@@ -33,8 +33,9 @@ def run(
     timeout: float = 120.0,
     forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command``, a script and its arguments, to its end, as ``subprocess.run`` with ``capture_output`` and
-    ``text`` would in an interpreter. ``forks``: what it would spawn with multiprocessing is forked."""
+    """Run ``command``, a script and its arguments, to its end, as ``subprocess.run`` with ``capture_output`` would in
+    an interpreter; what it says is text, with each carriage return. ``forks``: what it would spawn with multiprocessing
+    is forked."""
     arguments = list(map(str, command))
     with tempfile.TemporaryDirectory(prefix="fastckpt-program-") as said:
         child = children.start(
@@ -49,7 +50,7 @@ def run(
             status = int(child.outcome(timeout))
         except DiedError:
             status = os.waitstatus_to_exitcode(child.wait())
-        out, err = (Path(said, name).read_text(encoding="utf-8") for name in ("out", "err"))
+        out, err = (Path(said, name).read_bytes().decode() for name in ("out", "err"))
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
