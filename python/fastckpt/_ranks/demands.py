@@ -286,18 +286,18 @@ class Wanting:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """The first message up: digests of the demands, and the tensors that this rank does not want."""
-        return [*self.local.told.digests, False, self.local.unwanted()]
+        """The first message up: digests of the demands, whether all must be wanted, and what this rank does not want."""
+        return [*self.local.told.digests, self.local.prepared.settings.strict, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict: which parts differ, and which no rank wants.
 
         Raises:
-            StructureMismatchError: no rank wants some tensor, and the load is strict.
+            StructureMismatchError: no rank wants some tensor, and a rank's load is strict.
         """
-        main, cuts, _, unwanted = combined
+        main, cuts, strict, unwanted = combined
         local = self.local
-        if unwanted is not None and local.prepared.settings.strict:
+        if unwanted is not None and strict:
             names = local.names_of(unwanted)
             shown = list(names[:_LISTED])
             if len(names) > _LISTED:
