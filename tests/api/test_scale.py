@@ -119,16 +119,18 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "shared"),
+    ("kind", "arguments", "shared", "ahead"),
     [
-        ("ext4", {"keys": "w0"}, False),
-        ("fuse", {"keys": "w0"}, True),
-        ("fuse", {}, True),
-        ("fuse", "part", False),
+        ("ext4", {"keys": "w0"}, False, False),
+        ("ext4", {}, True, False),
+        ("fuse", {"keys": "w0"}, True, True),
+        ("fuse", {}, True, True),
+        ("fuse", "part", False, False),
     ],
 )
-def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, monkeypatch):
-    """Another rank's parts are other parts; some tensors are read once only from storage of several machines."""
+def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, ahead, monkeypatch, tmp_path):
+    """Another rank's parts are other parts; some tensors are read once only from storage of several machines. Only such
+    storage is asked to read ahead."""
     wanted = state(16 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with mounts.mount(kind, size=128 * MIB) as point:
@@ -136,14 +138,16 @@ def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, mon
         with (point / "c" / "model.safetensors").open("rb") as shard:
             os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         reports = []
-        if arguments == "part":
-            with fastckpt.open(point / "c") as found:
-                part = found.tensor("w0")[: 3 * MIB]
-                reports.append(found.report)
-        else:
-            part = fastckpt.load(point / "c", io=fastckpt.IO(on_report=reports.append), **arguments)["w0"]
+        with strace.attached(os.getpid(), tmp_path / "log", "fadvise64") as trace:
+            if arguments == "part":
+                with fastckpt.open(point / "c") as found:
+                    part = found.tensor("w0")[: 3 * MIB]
+                    reports.append(found.report)
+            else:
+                part = fastckpt.load(point / "c", io=fastckpt.IO(on_report=reports.append), **arguments)["w0"]
         assert np.array_equal(part, wanted["w0"][: len(part)])
     assert (SHARED in reports[-1].paths) == shared, reports[-1].paths
+    assert any(call.name == "fadvise64" for call in trace.calls()) == ahead
 
 
 READ = """
@@ -158,14 +162,15 @@ fastckpt.load(sys.argv[1], io=sys.argv[2])
 
 def test_the_kernel_reads_ahead_of_ranks_that_share(tmp_path):
     """Each byte of each shard is requested once, and the first 64 MiB of a shard before the first block is read."""
-    fastckpt.save(state(200 * MIB), tmp_path / "c", files=fastckpt.Files(shard_size="100MiB"))
-    command = [sys.executable, "-c", READ, str(tmp_path / "c"), "auto", "2"]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE) as child,
-        strace.attached(child.pid, tmp_path / "log", "fadvise64,preadv,pread64,readv,preadv2") as trace,
-    ):
-        child.communicate(b"\n", timeout=60)
-        calls = trace.calls()
+    with mounts.mount("fuse", size=512 * MIB) as point:
+        fastckpt.save(state(200 * MIB), point / "c", files=fastckpt.Files(shard_size="100MiB"))
+        command = [sys.executable, "-c", READ, str(point / "c"), "auto", "2"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE) as child,
+            strace.attached(child.pid, tmp_path / "log", "fadvise64,preadv,pread64,readv,preadv2") as trace,
+        ):
+            child.communicate(b"\n", timeout=60)
+            calls = trace.calls()
     assert child.returncode == 0
     advised = [call for call in calls if "POSIX_FADV_WILLNEED" in call.arguments]
     for shard in {call.fd_paths()[0] for call in advised}:

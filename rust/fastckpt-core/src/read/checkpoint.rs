@@ -244,8 +244,12 @@ impl Checkpoint {
     /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves open
     /// files by name (FUSE), an open directory is whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
+        self.is_far() && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
+    }
+
+    /// Whether its storage may be that of several machines.
+    pub(super) fn is_far(&self) -> bool {
         self.directory().is_none_or(|directory| commit::reach(directory) != commit::Reach::Machine)
-            && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
     }
 
     pub(super) fn raised(&self, damage: Damage) -> Error {

@@ -25,7 +25,7 @@ use crate::sys::memory::Region;
 use crate::sys::pagemap::PageMap;
 use crate::telemetry::{Lane, State};
 
-/// Blocks that the kernel reads ahead, where ranks read through the page cache: 64 MiB.
+/// Blocks that the kernel is asked to read ahead: 64 MiB.
 const AHEAD: usize = 16;
 
 /// What to do with damage.
@@ -60,6 +60,8 @@ pub(super) struct ReadJob<'a> {
     zero_copy: Option<bool>,
     /// What the page cache holds does not count: the bytes of the device are wanted.
     pub(super) from_device: bool,
+    /// The kernel is asked to read ahead: what it requests by itself is too little for storage that is far.
+    ahead: bool,
     pages: OnceLock<PageMap>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
@@ -92,6 +94,7 @@ impl<'a> ReadJob<'a> {
             io: options.io,
             zero_copy: options.zero_copy,
             from_device: false,
+            ahead: !direct && options.io == Io::Auto && checkpoint.is_far(),
             pages: OnceLock::new(),
             outcome,
             files: OpenFiles::new(counts),
@@ -178,13 +181,10 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Has the kernel read the blocks that follow `block` in its shard. Ranks that read together wait for the same pages,
-    /// and few are requested before somebody waits for them.
+    /// Has the kernel read the blocks that follow `block` in its shard, before all that read together wait for them.
     fn read_ahead(&self, block: usize, file: &DataFile) {
-        let blocks = &self.plan.blocks;
-        let shard = blocks[block].shard;
-        let first = block == 0 || blocks[block - 1].shard != shard;
-        let next = if first { block } else { block + AHEAD };
+        let (blocks, shard) = (&self.plan.blocks, self.plan.blocks[block].shard);
+        let next = if block > 0 && blocks[block - 1].shard == shard { block + AHEAD } else { block };
         for read in blocks.iter().take(block + AHEAD + 1).skip(next).filter(|read| read.shard == shard) {
             file.read_ahead(read.start, read.end);
         }
@@ -407,7 +407,7 @@ impl Job for ReadJob<'_> {
             && file.is_direct()
             && local.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
-        if !self.direct && self.io == Io::Auto {
+        if self.ahead {
             self.read_ahead(block, local);
         }
         if self.from_device && !direct {

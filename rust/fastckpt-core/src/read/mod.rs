@@ -18,7 +18,6 @@ use self::job::{Outcome, ReadJob};
 pub use self::job::{Stop, Sum};
 pub use self::map::Maps;
 pub use self::plan::{Request, Wanted};
-use crate::commit::{self, Reach};
 use crate::engine::choice::Choice;
 use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
@@ -61,8 +60,7 @@ impl Checkpoint {
         let shared =
             options.io == Io::Auto && options.ranks().share(&self.path) && self.is_shared(&requests, wanted);
         let choice = if shared {
-            // With direct I/O, each rank would read everything from the storage. Through the page cache, the first rank
-            // that comes to a page reads it, and the others wait for it.
+            // Through the page cache, the first rank that comes to a page reads it, and the others wait for it.
             Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
             self.choice(options, wanted)?
@@ -82,8 +80,8 @@ impl Checkpoint {
         let tensors = &self.body.tensors;
         let size = |request: &Request| tensors.get(request.tensor).map_or(0, TensorEntry::bytes);
         let whole = |request: &Request| request.bytes(&self.body) >= size(request);
-        let Some(directory) = self.directory().filter(|_| requests.iter().all(whole)) else { return false };
-        bytes >= tensors.iter().map(TensorEntry::bytes).sum() || commit::reach(directory) != Reach::Machine
+        let whole = self.directory().is_some() && requests.iter().all(whole);
+        whole && (bytes >= tensors.iter().map(TensorEntry::bytes).sum() || self.is_far())
     }
 
     /// The engine for reading `bytes`.
