@@ -111,6 +111,13 @@ def forge():
         yield made
 
 
+@pytest.fixture(scope="session")
+def libraries():
+    """Makes groups of processes that have imported transformers, accelerate and Lightning, which takes ten seconds."""
+    with groups.frameworks() as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def lasting(forge):
     """Groups by size, each for all tests of a file that ask for it: the first model that a rank spreads takes it half a

@@ -6,23 +6,12 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
 import recipes
 import torch
 
 import fastckpt
-from harness import groups, pages
+from harness import pages
 from harness.same import same
-
-
-@pytest.fixture(scope="module")
-def libraries():
-    """Makes groups of processes that have imported what the guides are about."""
-    modules = (
-        "harness.member,torchdata.stateful_dataloader,lightning,transformers.trainer,accelerate,harness.conversions"
-    )
-    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
-        yield forge
 
 
 def play(forge, page, folder, strikes=None, *, ranks=1):

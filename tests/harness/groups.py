@@ -39,6 +39,11 @@ ENVIRONMENT = {
     "RES_OPTIONS": "timeout:1 attempts:1",
     "FASTCKPT_TEST_HUGE": "1",
 }
+# DeepSpeed: each Trainer imports it, which takes a third of a second.
+FRAMEWORKS = (
+    "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
+    "torchdata.stateful_dataloader,harness.conversions"
+)
 # Nothing of torch's own that a rank warns of is the test's business.
 NOISE: tuple[str, ...] = ("DTensor random operators may not have complete support on cpu",)  # torch 2.6, of any mesh
 # The way from this process to its test, where this process is a rank.
@@ -291,3 +296,9 @@ def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
     variables = {**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
     with zygote.running(*prefix, env=variables) as parent:
         yield Forge(parent)
+
+
+def frameworks(*more: str) -> contextlib.AbstractContextManager[Forge]:
+    """A forge of processes that have imported transformers, accelerate and Lightning, and more."""
+    env = {"FASTCKPT_TEST_IMPORT": FRAMEWORKS, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    return forge(env={**env, zygote.MORE: ",".join(more)} if more else env)

@@ -3,12 +3,14 @@
 The process that hands out the tests starts a broker and tells its workers the address. Who wants a zygote asks the
 broker, which keeps a trunk for each set of variables that modules may read as they are imported. The trunk forks a
 zygote, that serves whoever asked and nobody else, with its environment, working directory and outputs, and that ends
-when it does. Where a zygote runs under a command of its own, as in a namespace, nothing is shared.
+when it does. A kind that wants more modules than another one (:data:`harness.zygote.MORE`) has a trunk that is forked
+from that one's. Where a zygote runs under a command of its own, as in a namespace, nothing is shared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import zygote
+
+PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -42,7 +46,8 @@ def broker() -> Iterator[str]:
 def serve(path: str) -> None:
     """The broker's loop: hand each request to the trunk of its kind, until the other end of standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    trunks: dict[str, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+    trunks: dict[str, socket.socket] = {}
+    processes: list[subprocess.Popen[bytes]] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(path)
         listening.listen(64)
@@ -50,39 +55,56 @@ def serve(path: str) -> None:
         while sys.stdin.fileno() not in select.select([sys.stdin.fileno(), listening], [], [])[0]:
             with listening.accept()[0] as asking:
                 message, descriptors, _, _ = socket.recv_fds(asking, zygote.LARGEST_REQUEST, 4)
-            kind = json.loads(message)["kind"]
-            name = json.dumps(kind, sort_keys=True)
-            if name not in trunks:
-                trunks[name] = _trunk(kind, *descriptors[2:])
+            trunk = _trunk(trunks, processes, json.loads(message)["kind"], *descriptors[2:])
             # It waits there until the trunk has imported all: other kinds need not.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and said why
-                socket.send_fds(trunks[name][0], [message], descriptors)
+                socket.send_fds(trunk, [message], descriptors)
             for each in descriptors:
                 os.close(each)
-    for _, process in trunks.values():
+    for process in processes:
         process.kill()
         process.wait()
+    for trunk in trunks.values():
+        with contextlib.suppress(ConnectionResetError):
+            trunk.recv(1)  # until those that were forked have ended, too
 
 
-def _trunk(kind: dict[str, str], out: int, errors: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start one, that tells who asked first what goes wrong as it imports."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _trunk(
+    trunks: dict[str, socket.socket],
+    processes: list[subprocess.Popen[bytes]],
+    kind: dict[str, str],
+    out: int,
+    errors: int,
+) -> socket.socket:
+    """That of a kind; a new one tells who asked first what goes wrong as it imports."""
+    name = json.dumps(kind, sort_keys=True)
+    if name in trunks:
+        return trunks[name]
+    trunks[name], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "harness.sharing", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **kind},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=errors,
-        )
-    return ours, process
+        if zygote.MORE in kind:
+            below = {key: value for key, value in kind.items() if key != zygote.MORE}
+            trunk = _trunk(trunks, processes, below, out, errors)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(trunk, [json.dumps({"more": kind}).encode()], [theirs.fileno(), out, errors])
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "harness.sharing", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **kind},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+            )
+            processes.append(process)
+    return trunks[name]
 
 
 def grow(descriptor: int) -> NoReturn:
-    """The trunk: import what its kind is to have imported, and fork a zygote for each request."""
+    """The trunk: import what its kind is to have imported, and fork a zygote, or the trunk of a kind that wants more,
+    for each request."""
     zygote.prepare()
-    # Nobody waits for the zygotes that it forks.
+    # Nobody waits for what it forks.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=descriptor)
     while True:
@@ -92,9 +114,20 @@ def grow(descriptor: int) -> NoReturn:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
-            _become(json.loads(message), *descriptors)
+            request = json.loads(message)
+            (_grow_on if "more" in request else _become)(request, *descriptors)
         for each in descriptors:
             os.close(each)
+
+
+def _grow_on(request: dict[str, Any], descriptor: int, out: int, errors: int) -> NoReturn:
+    """Become the trunk of another kind, that ends when this one does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    for number, each in ((1, out), (2, errors)):
+        os.dup2(each, number)
+        os.close(each)
+    os.environ.update(request["more"])
+    grow(descriptor)
 
 
 def _become(request: dict[str, Any], control: int, *standard: int) -> NoReturn:

@@ -34,6 +34,9 @@ from typing import Any, NoReturn
 PR_SET_PTRACER = 0x5961_6D61
 PR_SET_PTRACER_ANY = (1 << 64) - 1
 HUGE_PAGE = 2 << 20
+#: The variable that names modules to import after those of ``FASTCKPT_TEST_IMPORT``: kinds that differ by it alone are
+#: forked from one process, which has imported those.
+MORE = "FASTCKPT_TEST_IMPORT_MORE"
 MADV_COLLAPSE = 25
 TESTS = Path(__file__).resolve().parents[1]
 #: Where the broker of :mod:`harness.sharing` listens, which gives zygotes whose modules are imported once for all
@@ -333,8 +336,9 @@ def prepare() -> None:
     # Nothing of what is imported is garbage, and looking for some takes a fifth of the time.
     gc.disable()
     importlib.import_module("harness.jobs")
-    for module in filter(None, os.environ.get("FASTCKPT_TEST_IMPORT", "").split(",")):
-        importlib.import_module(module)
+    for variable in ("FASTCKPT_TEST_IMPORT", MORE):
+        for module in filter(None, os.environ.get(variable, "").split(",")):
+            importlib.import_module(module)
     # A collection in a child would write to every object, and so copy the pages that it shares with this process.
     gc.collect()
     gc.freeze()

@@ -25,12 +25,11 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-import trainer_kills
 import trainers
 from transformers import AutoModelForCausalLM
 
 import fastckpt
-from harness import cli, looks, pages
+from harness import cli, groups, looks, pages
 
 PAGE = "docs/migrate/formats.md"
 #: Where the table stands.
@@ -237,7 +236,7 @@ def table(libraries: Any, folder: Path) -> str:
 
 def main() -> None:
     """Write the table into the page."""
-    with tempfile.TemporaryDirectory() as folder, trainer_kills.forge() as libraries:
+    with tempfile.TemporaryDirectory() as folder, groups.frameworks() as libraries:
         found = table(libraries, Path(folder))
     (pages.ROOT / PAGE).write_text(PLACE.sub(lambda _: found, pages.text(PAGE)), encoding="utf-8")
 

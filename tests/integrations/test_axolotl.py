@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-import trainer_kills
 import trainers
+
+from harness import groups
 
 
 def train(folder, **config):
@@ -30,7 +31,7 @@ def train(folder, **config):
 
 @pytest.fixture(scope="module")
 def libraries():
-    with trainer_kills.forge("axolotl.integrations.base") as forge:
+    with groups.frameworks("axolotl.integrations.base") as forge:
         yield forge
 
 

@@ -10,6 +10,7 @@ import trainer_kills
 from test_run import run
 
 import fastckpt
+from harness import groups
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ def material(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def libraries():
-    with trainer_kills.forge(trainer_kills.TRL) as running:
+    with groups.frameworks(trainer_kills.TRL) as running:
         yield running
 
 

@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import trainers
 
-from harness import groups
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# DeepSpeed: each Trainer imports it, which takes a third of a second.
-MODULES = (
-    "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
-    "torchdata.stateful_dataloader,harness.conversions"
-)
+    from harness import groups
+
 TRL = "datasets,trl.scripts.sft,trl.trainer.sft_trainer"
 #: Each layer is spread over the ranks.
 FSDP2 = {
@@ -33,12 +28,6 @@ FSDP2 = {
         "state_dict_type": "SHARDED_STATE_DICT",
     },
 }
-
-
-def forge(*more: str) -> Any:
-    """Makes groups of processes that have imported transformers, and more."""
-    env = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    return groups.forge(env={"FASTCKPT_TEST_IMPORT": ",".join([MODULES, *more]), **env})
 
 
 class Hand:

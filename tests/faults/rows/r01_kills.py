@@ -9,6 +9,7 @@ from pathlib import Path
 
 from faults import killed_runs
 from faults.row import Row, Run
+from harness import groups
 
 #: Where what trains is.
 TRAININGS = Path(__file__).parents[2] / "integrations"
@@ -37,7 +38,7 @@ def _trainings(run: Run, *, ranks: int = 1, tunes: bool = False) -> None:
     if tunes:
         fine_tuning.write_material(run.place)
         program, arguments = fine_tuning.tune, {"material": str(run.place)}
-    with trainer_kills.forge(*([trainer_kills.TRL] if tunes else [])) as libraries:
+    with groups.frameworks(*([trainer_kills.TRL] if tunes else [])) as libraries:
         for kills in trainer_kills.campaign(libraries, program, run.place, run.seed, ranks, **arguments):
             run.done(trials=kills)
             for folder in run.place.glob("[0-9]*"):
