@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
 
 MESSAGE = struct.Struct("=cq")
-#: Whoever has not ended after so many seconds hangs.
-LONGEST = 120.0
+#: Whoever has not ended after so many seconds hangs. Where a server says that all is stale, each look at a checkpoint
+#: waits for 30 s.
+LONGEST = 300.0
 
 
 @dataclass
