@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import fastckpt
-from harness import needs, surface, zygote
+from harness import needs, programs, surface, zygote
 
 
 def child(code, *options):
@@ -199,9 +199,10 @@ def test_records_tell_their_fields():
     assert not lacking
 
 
-def test_every_function_and_class_has_an_example_that_runs():
+def test_every_function_and_class_has_an_example_that_runs(request, tmp_path):
+    """In a process that has imported what the doors are for, which takes seconds."""
     needs.package("torch")
-    code = """
+    (tmp_path / "program.py").write_text("""
 import doctest, inspect, os, tempfile
 import fastckpt
 from harness import surface
@@ -215,9 +216,10 @@ for where, found in [*surface.documented(), ("SaveReport.scalars", fastckpt.type
         runner.run(test)
         os.chdir("/")
 print(lacking, runner.summarize())
-"""
-    told = child(code)
-    assert told.splitlines()[-1].startswith("[] TestResults(failed=0, "), told
+""")
+    done = programs.run(request.getfixturevalue("libraries").zygote, [tmp_path / "program.py"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("[] TestResults(failed=0, "), done.stdout
 
 
 def test_the_installed_distribution_brings_numpy_and_tqdm_alone():
