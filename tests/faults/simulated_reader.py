@@ -136,7 +136,7 @@ def _gone_on(root: Path, program: dict[str, Any], oracle: Oracle, seen: Found) -
     new: Found = {}
     sizes, remote = tuple(program["sizes"]), root / "remote" if program["kind"] == "tiers" else None
     for run in oracle.runs:
-        wrong = continued(root / run, remote, sizes, seen[run])
+        wrong = continued(root / run, remote, sizes, seen[run], fresh=oracle.runs[run].acknowledged < 0)
         new |= {f"{run}: going on": wrong} if wrong else {}
     for path in oracle.places:
         if not path.startswith(tuple(f"{run}/" for run in (*oracle.runs, "remote"))):
@@ -199,11 +199,14 @@ def restored(path: Path, sizes: tuple[int, ...]) -> Any:
     return version if isinstance(version, str) else (found.step, version)
 
 
-def continued(path: Path, remote: Path | None, sizes: tuple[int, ...], before: Any) -> str:
-    """What is wrong when a run goes on from what was found."""
+def continued(path: Path, remote: Path | None, sizes: tuple[int, ...], before: Any, *, fresh: bool) -> str:
+    """What is wrong when a run goes on from what was found; ``fresh``: or begins, since nothing was acknowledged.
+
+    What a copy to the remote tier has left there is a trace of a run, at which a restore asks a person.
+    """
     try:
         with fastckpt.Manager(path, ranks="alone", keep=2, async_save=False, remote=remote) as manager:
-            found = manager.restore()
+            found = manager.restore(fresh=fresh)
             step = found.step + 1 if found else 1
             if (found is None) != (before == MISSING) or (found and found.step != before[0]):
                 return f"another restore finds {found}"
