@@ -28,6 +28,7 @@ from fastckpt._manager.step_boundary import StepBoundary
 from fastckpt._manager.step_timing import StepTiming
 from fastckpt._manager.summons import Called, Came, Summons
 from fastckpt._manager.tier import reasons
+from fastckpt._ranks import tree
 from fastckpt._ranks.peers import Peers
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
@@ -453,8 +454,9 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd():
-    """Seven ranks."""
+def crowd(monkeypatch):
+    """Seven ranks, of which four are two below the first."""
+    monkeypatch.setattr(tree, "FAN_IN", 2)
     store = HashStore()
     made = Crowd(7, store)
     yield made

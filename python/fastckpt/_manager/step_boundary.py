@@ -36,8 +36,9 @@ class StepBoundary:
     saves: Saves
     alarm: StaleAlarm
     preemption: Preemption
-    #: The step that all ranks have agreed to save next, and its place in the lineage for the metadata.
+    #: The step that all ranks have agreed to save next, the last such step, and its place in the lineage.
     _wanted: int | None = field(default=None, init=False)
+    _agreed: int | None = field(default=None, init=False)
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
     #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
     _base: int | None = field(default=None, init=False)
@@ -67,7 +68,8 @@ class StepBoundary:
 
         apart = _APART if self.schedule.may_wait else 0.0
         agreed = self.ask("should_save", step, due, apart, plan=plan)
-        if agreed.signals:
+        # Before they save for a signal, ranks ask once more: here only of a step that may be saved.
+        if agreed.signals and (self.ranks.size == 1 or step == self._agreed):
             if step == agreed.saved:
                 self.preemption.settle()
             # The save that was running may have failed.
@@ -81,7 +83,8 @@ class StepBoundary:
             if step == saved or not in_time:
                 self.preemption.answer(step, None)
                 return force
-        self._wanted, self._plan = (step, agreed.plan) if agreed.due else (None, {})
+        if agreed.due:
+            self._wanted, self._agreed, self._plan = step, step, agreed.plan
         return agreed.due
 
     def save(

@@ -132,8 +132,9 @@ class Summons:
             self._turn("listen", lambda: None)
             seen, timeout = 0, self._called_for[1]
             while not self._over.is_set():
-                if self._urges or came().all != seen or self._peers.is_woken(_LOOK, timeout):
-                    seen = self._agree(came)
+                calls = self._urges or came().all != seen
+                if calls or self._peers.is_woken(_LOOK, timeout):
+                    seen = self._agree(came, woken=not calls)
             self._leave()
         except RankLeft:
             pass
@@ -142,7 +143,7 @@ class Summons:
         except UnreachableError as error:
             self._tell(RanksError(f"Manager: {self._called_for[0]}: {error}"))
 
-    def _agree(self, came: Callable[[], Came]) -> int:
+    def _agree(self, came: Callable[[], Came], *, woken: bool) -> int:
         """Agree with the other ranks on the boundary at which all ask. Return how many signals were told."""
         now = came()
 
@@ -154,15 +155,15 @@ class Summons:
                 return [self._reached, [number for number in now.signals if number not in known], now.left]
 
         timeout = self._called_for[1]
-        self._peers.wake_all(timeout)
+        self._peers.wake_all(timeout, woken=woken)
         behind, call, failed = 0, None, None
         try:
             reached, signals, left = self._turn("call", held)
             behind, call = reached + 1, Called(tuple(signals), None if left is None else time.monotonic() + left)
         except RanksError as error:
             failed = error
-        self._peers.sleep(timeout)
         self._tell(failed, behind, call)
+        self._peers.sleep(timeout)
         return now.all
 
     def _tell(self, error: RanksError | None, behind: int = 0, call: Called | None = None) -> None:

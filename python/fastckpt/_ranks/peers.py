@@ -116,14 +116,16 @@ class Peers:
         time.sleep(seconds)
         return self._run(value_of(key), limit) is not None
 
-    def wake_all(self, limit: float) -> None:
-        """Wake the waiting thread of each rank, which wakes those below it before the operation.
+    def wake_all(self, limit: float, *, woken: bool = False) -> None:
+        """Wake the waiting thread of each rank, which wakes those below it before the operation; rank 0 is woken first.
+
+        A rank that was ``woken`` wakes those below it only.
 
         Raises:
             UnreachableError: the store does not answer.
         """
-        ranks = {0, *tree.below(self.rank, self.size)}
-        self._run(_served(Put({self._waking(rank): b"" for rank in ranks})), limit)
+        if ranks := (*(() if woken else (0,)), *tree.below(self.rank, self.size)):
+            self._run(_served(Put({self._waking(rank): b"" for rank in ranks})), limit)
 
     def sleep(self, limit: float) -> None:
         """End a wait of ``is_woken``; forget that it was woken for the last operation, for which nobody wakes it again.

@@ -180,6 +180,7 @@ class Turn:
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
         self._posted: list[str] = []
+        self._taken: list[str] = []
         self._answers: dict[int, list[str]] = {}
 
     @property
@@ -352,11 +353,16 @@ class Turn:
         if messages is None:
             return (yield from value_of(self._register()))
         joined = join(self.member, own, messages, combine)
+        verdict = None
         if not self.member.rank:
-            return (yield from self._decide(joined, decide, is_done))
-        self._unknown = own.name == LAST and not joined.failures
-        yield from self._post(self._up(self.member.rank), joined.encode())
-        return (yield from self._await())
+            verdict = yield from self._decide(joined, decide, is_done)
+        else:
+            self._unknown = own.name == LAST and not joined.failures
+            yield from self._post(self._up(self.member.rank), joined.encode())
+        if self._taken:  # not before: others wait for what this rank posts
+            yield Remove(tuple(self._taken))
+            self._taken.clear()
+        return verdict or (yield from self._await())
 
     def _alone(
         self,
@@ -428,11 +434,10 @@ class Turn:
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
         hellos = {rank: data for rank, data in came.items() if keys[rank] == hello_of(rank)}
         state.silence.begin(hellos, state.now)
-        read: list[str] = []
         for rank, data in came.items():
             if rank in hellos:
                 continue
-            message = received(member, rank, (yield from self._fetch(keys[rank], data, read)))
+            message = received(member, rank, (yield from self._fetch(keys[rank], data, self._taken)))
             yield from self.alive()
             member.known.add(rank)
             state.waiting.discard(rank)
@@ -440,8 +445,6 @@ class Turn:
             if message.failures:
                 state.fail()
         yield from member.answer(hellos)
-        if read:
-            yield Remove(tuple(read))
         return bool(came)
 
     def _listen(self, state: _Listening, own: Message) -> Steps:
@@ -522,9 +525,10 @@ class Turn:
         while True:
             yield Wait((self._bell(),), pause, 0)
             # The coordinator may have stopped between the verdict and the bell.
-            verdict, beats = yield Get((self._register(), self._beat_of(0)))
+            verdict = yield from value_of(self._register())
             if _is_final(verdict):
                 return verdict
+            beats = yield from value_of(self._beat_of(0))
             if silence.hear(0, beats, (yield Now())) >= self.timeout:
                 return (yield from self._give_up())
 
@@ -600,7 +604,7 @@ class Turn:
         try:
             if failed:
                 yield Forget()
-            if mine := [*self._small, *(self._posted if failed else ())]:
+            if mine := [*self._small, *self._taken, *(self._posted if failed else ())]:
                 yield Remove(tuple(mine))
             if (yield Add(self._key("left"), 1)) == member.size:
                 rounds = (self.rounds - 1, self.rounds, self.rounds + 1)

@@ -35,6 +35,7 @@ class _Task:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
         self.ended = threading.Event()
+        self.forgotten = False  # a wait that was ended, whether or not its keys have come
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -198,7 +199,7 @@ class Transport:
                 if task.error is not None and self._waiter is not None:
                     self._waiter.end()
                     self._waiter = None
-            if task.error is None and task.result:
+            if task.error is None and not task.forgotten:
                 return True
         pause = _FIRST_LOOK
         while not self._call(lambda client: client.check(list(keys)), limit):
@@ -219,6 +220,7 @@ class Transport:
         if waits is None or waits[1].ended.is_set():
             return
         keys, task = waits
+        task.forgotten = True
 
         def ring(client: Any) -> list[str]:
             missing = [key for key in keys if not client.check([key])]
@@ -244,7 +246,7 @@ class Transport:
                     self._waiter = _Line(self._connect)
             self._waiter = self._waiter or _Line(self._connect_again)
             longest = timedelta(seconds=2 * limit + 60)
-            task = self._waiter.start(lambda client: client.wait(list(keys), longest) or client.check(list(keys)))
+            task = self._waiter.start(lambda client: client.wait(list(keys), longest))
             self._waits = frozenset(keys), task
             return task
 
