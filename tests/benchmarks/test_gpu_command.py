@@ -23,7 +23,7 @@ import fastckpt
 from bench import gpu_bars
 from bench.measure import Sample
 from bench.rounds import Outcome
-from harness import needs
+from harness import needs, programs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu"
@@ -422,30 +422,27 @@ def test_the_newest_wheel_that_fits_is_taken(gpu, monkeypatch, tmp_path):
 # -- benchmarks/gpu.py -------------------------------------------------------------------------------------------------
 
 
-def benchmark(part, directory, *arguments):
-    """Run a part; its result."""
-    file = directory / "result.json"
-    command = [sys.executable, BENCHMARK, part, "--directory", directory, "--json", file, *arguments]
-    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "tests")])
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=250,
-    )
-    assert not done.returncode, done.stderr
-    found = json.loads(file.read_text())
-    file.unlink()
-    assert not list(directory.iterdir()) or part == "counts"
-    return found
+@pytest.fixture
+def benchmark(children_with_torch, tmp_path):
+    """Run a part, forked as its contenders are; its result."""
+
+    def go(part, *arguments):
+        file = tmp_path / "result.json"
+        command = [BENCHMARK, part, "--directory", tmp_path, "--json", file, *arguments]
+        done = programs.run(children_with_torch, command, timeout=250, forks=True)
+        assert not done.returncode, done.stderr
+        found = json.loads(file.read_text())
+        file.unlink()
+        assert not list(tmp_path.iterdir()) or part == "counts"
+        return found
+
+    return go
 
 
 @pytest.mark.slow
-def test_transfers_are_held_against_storage_and_link(tmp_path):
+def test_transfers_are_held_against_storage_and_link(benchmark):
     peers = "raw,link,torch,fastckpt"
-    found = benchmark("disk", tmp_path, "--device", "cpu", "--size", 0.01, "--rounds", 1, "--peers", peers)
+    found = benchmark("disk", "--device", "cpu", "--size", 0.01, "--rounds", 1, "--peers", peers)
     assert {"raw", "link", "torch", "fastckpt"} <= set(found["results"])
     assert found["results"]["fastckpt"].keys() == {"save", "load", "into"}
     assert found["rounds"] == len(found["results"]["link"]["load"]["samples"])
@@ -457,8 +454,8 @@ def test_transfers_are_held_against_storage_and_link(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_loop_tells_what_saves_take_from_it(tmp_path):
-    found = benchmark("training", tmp_path, "--device", "cpu", "--size", 0.002, "--rounds", 1, "--seconds", 20)
+def test_a_training_loop_tells_what_saves_take_from_it(benchmark):
+    found = benchmark("training", "--device", "cpu", "--size", 0.002, "--rounds", 1, "--seconds", 20)
     assert found["left_out"] == {}
     assert found["modes"].keys() == {"plain", "lazy", "torch.distributed.checkpoint"}
     for mode in ("plain", "lazy"):
@@ -472,10 +469,10 @@ def test_a_training_loop_tells_what_saves_take_from_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_counts_are_taken_with_the_stand_in(tmp_path):
+def test_counts_are_taken_with_the_stand_in(benchmark):
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         needs.missing("needs torch 2.10 or newer, for the stand-in device")
-    found = benchmark("counts", tmp_path, "--device", "standin", "--size", 0.04)
+    found = benchmark("counts", "--device", "standin", "--size", 0.04)
     assert len(found["states"]) == 2
     for operations in found["states"].values():
         assert operations.keys() == {"save", "save_async", "load", "into"}
