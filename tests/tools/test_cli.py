@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from harness import cli, needs, zygote
+from harness import cli, needs, programs, zygote
 
 try:
     import safetensors.torch as safetensors_torch
@@ -883,22 +883,22 @@ def test_an_export_is_durable(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
-def test_an_export_that_is_ended_leaves_nothing(tmp_path: Path, form: str, number: int) -> None:
-    fastckpt.save({"w": torch.ones(3)}, tmp_path / "c")
-    code = f"""
+def test_an_export_that_is_ended_leaves_nothing(
+    children_with_torch: zygote.Zygote, tmp_path: Path, form: str, number: int
+) -> None:
+    here, program = tmp_path / "here", tmp_path / "program.py"
+    here.mkdir()
+    fastckpt.save({"w": torch.ones(3)}, here / "c")
+    program.write_text(f"""
 import os, sys
 from harness import cli
 sync = os.fsync
 os.fsync = lambda file: (os.kill(os.getpid(), {int(number)}), sync(file))
-sys.exit(cli.main(["export", "c", "out", "--format", "{form}"]))
-"""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    how = {"cwd": tmp_path, "capture_output": True, "timeout": 120, "check": False}
-    done = subprocess.run(  # noqa: PLW1510 - in how
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, **how
-    )
+sys.exit(cli.main(["export", *sys.argv[1:], "--format", "{form}"]))
+""")
+    done = programs.run(children_with_torch, [program, here / "c", here / "out"])
     assert done.returncode == (130 if number == signal.SIGINT else -number), done.stderr
-    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+    assert [one.name for one in here.iterdir()] == ["c"]
 
 
 def test_what_torchs_distributed_checkpoint_cannot_hold_is_refused(
