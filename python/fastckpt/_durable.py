@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Fsync a file or a directory. Windows opens no directories, and journals their changes.
+    """Fsync a file or a directory.
+
+    Windows opens no directories, and journals their changes. Some file systems refuse to sync them: they write names
+    through.
 
     Raises:
         OSError: it cannot be opened, or the storage failed.
@@ -18,6 +22,9 @@ def sync(path: str | os.PathLike[str]) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

@@ -9,10 +9,12 @@ import itertools
 import os
 import random
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -733,6 +735,27 @@ def test_no_room_gives_back_what_was_taken_and_another_failure_does_not(saved, t
     before.clear()
     assert not Path(target).exists()
     assert len(fastckpt.clean(tmp_path)) == (1 if number == 5 else 0)
+
+
+def test_a_copy_that_cannot_be_made_durable_is_no_success(saved, tmp_path, monkeypatch):
+    """Its name is there, and the sync after it fails. Mutant: what is there under the name is taken for another's."""
+    source, target = saved("a", 1), str(tmp_path / "b")
+
+    def publish(*_):
+        shutil.copytree(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = wrap(monkeypatch, publish=publish)
+    with pytest.raises(OSError, match=re.escape(os.strerror(errno.EIO))):
+        copy_checkpoint([source], target)
+    before.clear()
+    # The next one finds all of it, and says so when it is durable. Mutant: it is not synced.
+    failing = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "sync", mock.Mock(side_effect=failing))
+        with pytest.raises(OSError, match=re.escape(os.strerror(errno.EIO))):
+            copy_checkpoint([source], target)
+    assert copy_checkpoint([source], target).was_there
 
 
 def test_what_another_copy_left_of_a_file_beside_the_shards_is_not_taken(saved, tmp_path, monkeypatch):

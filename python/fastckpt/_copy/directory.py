@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastckpt import _core, _crc64
+from fastckpt._durable import sync
 from fastckpt._portable.limits import MANIFEST
 from fastckpt.exceptions import CorruptCheckpointError
 
@@ -38,7 +39,11 @@ class ToDirectory:
         self._linked: list[int] = []
 
     def has(self, plan: Plan) -> bool:
-        """Whether the checkpoint is there, as far as the manifest and the lengths of the files show."""
+        """Whether the checkpoint is there, durably, as far as the manifest and the lengths of the files show.
+
+        Raises:
+            OSError: its name cannot be made durable.
+        """
         try:
             about = Path(self._path(MANIFEST)).lstat()
             if about.st_size != len(plan.manifest) or Path(self._path(MANIFEST)).read_bytes() != plan.manifest:
@@ -46,10 +51,14 @@ class ToDirectory:
             lengths = [Path(self._path(item.name)).lstat() for item in plan.items]
         except OSError:
             return False
-        return all(
+        if not all(
             stat.S_ISREG(about.st_mode) and about.st_size == item.nbytes
             for about, item in zip(lengths, plan.items, strict=True)
-        )
+        ):
+            return False
+        # Whoever gave it its name may have been killed, or have failed, before this.
+        sync(Path(self._target).parent)
+        return True
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
         """Copy a share of the files; the first process then copies missing ones, and publishes all.
@@ -78,7 +87,8 @@ class ToDirectory:
         except BaseException as error:
             if not share[0] and _is_of_no_use(error):
                 leave = gathering.give_up
-            if isinstance(error, OSError) and not plan.heals(self._target) and self.has(plan):
+            gone = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE, errno.EEXIST)
+            if gone and not plan.heals(self._target) and self.has(plan):
                 # Another copy of the same checkpoint was faster, and has removed the gathered files.
                 leave = gathering.give_up
                 return plan.nbytes, []
