@@ -19,7 +19,7 @@ How it measures, and why:
   (jobs, depth) is found first, and takes its turn in every round.
 - **Interleaved**: each round runs every contender once, beginning with another one; figures are medians over rounds.
 - **Teams** (``--aggregate off,4,auto``) are fastckpt alone, with each of these values of ``FASTCKPT_AGGREGATE``: how
-  many ranks collect their pieces before they write.
+  many ranks collect their pieces before they write. In ``4-sent``, ranks do not read each other's memory.
 - **Cold**: the page cache is dropped before each load. Loads fill tensors that exist. In the first round the result is
   compared with the state, outside the timing.
 - **CPU** is that of all ranks. **Written** and **read** are what the kernel counts for all ranks (/proc/self/io).

@@ -5,6 +5,7 @@ Each function is called on all ranks at once, with a flat dict of this rank's te
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -26,11 +27,19 @@ def is_first() -> bool:
     return bool(dist.get_rank() == 0)
 
 
+@functools.cache
+def _ranks(cma: str) -> Any:
+    """A process group of all ranks: one decides once whether its ranks read each other's memory."""
+    import torch.distributed as dist
+
+    return dist.new_group() if cma == "0" else None
+
+
 def save_fastckpt(state: State, path: str) -> dict[str, Any]:
     """Save with ``fastckpt.distributed.save``, which is durable when it returns."""
     import fastckpt.distributed
 
-    report = fastckpt.distributed.save({"model": state}, path)
+    report = fastckpt.distributed.save({"model": state}, path, ranks=_ranks(os.environ.get("FASTCKPT_CMA", "")))
     return {"phases": dict(report.phases), "engine": str(report.engine)}
 
 
@@ -39,7 +48,9 @@ def load_fastckpt(state: State, path: str) -> dict[str, Any]:
     import fastckpt.distributed
 
     reports: list[Any] = []
-    fastckpt.distributed.load(path, into={"model": state}, io=fastckpt.IO(on_report=reports.append))
+    ranks = _ranks(os.environ.get("FASTCKPT_CMA", ""))
+    io = fastckpt.IO(on_report=reports.append)
+    fastckpt.distributed.load(path, into={"model": state}, ranks=ranks, io=io)
     return {"phases": dict(reports[0].phases)}
 
 
@@ -152,7 +163,7 @@ def loads(name: str) -> bool:
 
 
 def title(name: str) -> str:
-    """Return what a table calls it. After a colon is the team of fastckpt."""
+    """Return what a table calls it. After a colon is the team of fastckpt, and whether its ranks send all bytes."""
     who, _, team = name.partition(":")
     return f"{TITLES[who]}, FASTCKPT_AGGREGATE={team}" if team else TITLES[who]
 
@@ -163,7 +174,9 @@ def of(action: str, name: str) -> Callable[[State, str], dict[str, Any]]:
         return plan_dcp
     who, _, team = name.partition(":")
     if team:
+        team, _, sent = team.partition("-")
         os.environ["FASTCKPT_AGGREGATE"] = team
+        os.environ["FASTCKPT_CMA"] = "0" if sent else "1"
     return {"save": SAVES, "load": LOADS}[action][who]
 
 

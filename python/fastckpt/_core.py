@@ -64,6 +64,8 @@ __all__ = [
     "leftovers",
     "list_checkpoints",
     "probe",
+    "process_token",
+    "reads_process",
     "remove",
     "remove_leftover",
     "save",
@@ -104,6 +106,8 @@ aggregation = for_linux("aggregation")
 check_target = for_linux("check_target")
 leftovers = for_linux("leftovers")
 probe = for_linux("probe")
+process_token = for_linux("process_token")
+reads_process = for_linux("reads_process")
 remove = for_linux("remove")
 remove_leftover = for_linux("remove_leftover")
 save = for_linux("save")

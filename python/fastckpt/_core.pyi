@@ -49,6 +49,8 @@ __all__ = [
     "leftovers",
     "list_checkpoints",
     "probe",
+    "process_token",
+    "reads_process",
     "remove",
     "remove_leftover",
     "save",
@@ -403,6 +405,12 @@ def crc64(address: int, nbytes: int, before: int | None = None) -> int:
 
     The caller holds the memory, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` takes buffers.
     """
+
+def process_token() -> tuple[int, bytes] | None:
+    """The address of 16 bytes that no other process has, and those bytes; None if the system has no random ones."""
+
+def reads_process(process: int, address: int, token: bytes) -> bool:
+    """Whether the 16 bytes at an address of another process are these; OSError if this one may not read them."""
 
 def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
     """The sum of the bytes with the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
@@ -848,6 +856,8 @@ class Mail:
         """The other rank and the bytes of each message to send, which end with their checksum."""
     def incoming(self) -> list[tuple[int, int]]:
         """The other rank and the bytes of each message to receive."""
+    def travelling(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Number, rank and bytes of those that travel, of both lists: all until a save has others be read elsewhere."""
     def pack(self, message: int) -> int:
         """Wait until a message may be sent; return the address of its bytes."""
     def sent(self, message: int) -> None:
@@ -858,6 +868,8 @@ class Mail:
         """A message was received. The first call that takes bytes of it compares it with its checksum."""
     def altered(self) -> tuple[int, str] | None:
         """The rank whose message was altered, and what is wrong with it."""
+    def lost(self) -> tuple[int, str] | None:
+        """The rank whose memory could not be read, and why."""
     def stop(self, why: str) -> None:
         """End every wait, now and later, with a RuntimeError that names the reason."""
 
@@ -954,6 +966,21 @@ class RankSave:
         """
     @property
     def mail(self) -> Mail: ...
+    def addresses(self, mates: Sequence[int]) -> list[tuple[int, list[int], int]]:
+        """For each of some ranks of this host: it, addresses for it, and how many addresses this one gets from it.
+
+        They are those of the parts that it reads in this rank's memory; all 0 if one of them cannot be read.
+        """
+    def share(self, given: set[int], taken: Sequence[tuple[int, int, list[int]]]) -> int:
+        """Have no messages carry what ranks of this host read in each other's memory. Before any message travels.
+
+        Args:
+            given: the ranks that read that of this one.
+            taken: the ranks that this one reads from: each with its process, and the addresses that it gave.
+
+        Returns:
+            The bytes that this one reads.
+        """
     def replicas(
         self,
         depth: str,

@@ -21,11 +21,13 @@ CREATE, JOIN_SAVE = "fastckpt._core:RankSave.create", "fastckpt._core:RankSave.j
 KNOW, COMPARE = "fastckpt._core:RankBase.know", "fastckpt._core:RankBase.compare"
 TAKE, FOLLOW = "fastckpt._core:RankBase.take", "fastckpt._core:RankBase.follow"
 PASS_BASE_ON = "fastckpt._ranks.reuse:passed_on"
-#: Bytes travel: a rank joins the exchange, sends to all, and makes the group for it.
+#: Bytes travel: a rank joins the exchange, sends to all, and makes the group for it. It finds out whether it can read
+#: the memory of another one, and has others of its host read its own.
 JOIN = "fastckpt._ranks.exchange:Exchange.join"
 DATA_GROUP = "fastckpt._ranks.torch_distributed:DataGroup"
 BROADCAST = f"{DATA_GROUP}.broadcast"
 CONNECT = "fastckpt._ranks.torch_distributed:_new_gloo"
+READS, SHARE = "fastckpt._core:reads_process", "fastckpt._ranks.process_group:share_memory"
 #: A rank reads: all that it wants, its parts of the files, a part of an object in a store.
 READ, READ_PARTS = "fastckpt._ranks.load:_read", "fastckpt._core:RankLoad.read"
 READ_OBJECT = "fastckpt._stores.objects:Objects.read"

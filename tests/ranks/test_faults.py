@@ -63,7 +63,7 @@ def whole(number: int) -> dict[str, Any]:
     return {
         "model": {
             "rows": torch.arange(1023 * 33, dtype=torch.float32).reshape(1023, 33) + number,
-            "columns": torch.arange(257 * 66, dtype=torch.float64).reshape(257, 66) - number,
+            "columns": torch.arange(85 * 198, dtype=torch.float64).reshape(85, 198) - number,
             "plain": torch.full((5000,), number),
         },
         "step": number,
@@ -105,7 +105,10 @@ def _options(timeout: float, engine: Any) -> dict[str, Any]:
     return {"ranks": fastckpt.distributed.Ranks(timeout=timeout), "io": fastckpt.IO(engine, threads=1)}
 
 
-def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = False, io: str = "auto") -> int:
+def _save(
+    path: str, number: int, timeout: float = TIMEOUT, background: bool = False, io: str = "auto", cma: str = "1"
+) -> int:
+    os.environ["FASTCKPT_CMA"] = cma
     state, options = _spread(number), _options(timeout, io)
     if background:
         return fastckpt.distributed.save_async(state, path, **options).result(120).ranks
@@ -186,7 +189,9 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
     strike = groups.Strike(trial.rank, trial.where, trial.number, trial.when, trial.match, trial.nth)
     with forge.group(SIZE, store=trial.store) as group, stillness.watched() as still:
         if saves:
-            group.start(_save, str(path), 1, background=trial.call == "save_async", strike=strike)
+            # Between ranks that read each other's memory, no message travels.
+            cma = "0" if trial.where.endswith((".send", ".receive")) else "1"
+            group.start(_save, str(path), 1, background=trial.call == "save_async", cma=cma, strike=strike)
         else:
             group.start(_load, str(path), strike=strike)
         outcomes = group.outcomes(LIMIT + 60)
@@ -256,6 +261,8 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
             (f"{points.DATA_GROUP}.{method}", when, None, 1) for method in ("__init__", "send" if rank else "receive")
         ]
         steps.append((points.CONNECT, when, None, 1))
+        # Addresses, and the word that their memory was read.
+        steps.append((f"{points.DATA_GROUP}.swap", when, None, 1 if when == "before" else 2))
         if rank == 0:
             steps += [(where, when, None, 1) for where in (points.CREATE, points.COMMIT)]
         else:

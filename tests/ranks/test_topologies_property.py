@@ -95,6 +95,8 @@ def _mesh(first: int, shape: tuple[int, ...], turned: bool) -> DeviceMesh:
 
 @functools.cache
 def _group(size: int) -> Any:
+    # What one of the ranks sends or gets travels. The others read each other's memory.
+    os.environ["FASTCKPT_CMA"] = "0" if dist.get_rank() == 2 else "1"
     return None if size == dist.get_world_size() else dist.new_group(list(range(size)))
 
 

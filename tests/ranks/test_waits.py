@@ -18,6 +18,7 @@ def save_late(path, counters, go):
     from harness.internals import process_group
 
     os.environ["FASTCKPT_TOP_DIR"] = str(counters)
+    os.environ["FASTCKPT_CMA"] = "0"
     if dist.get_rank() == 1:
         exchange = process_group.Exchange
 

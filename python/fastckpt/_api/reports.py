@@ -172,6 +172,8 @@ class SaveReport(Report):
         bytes_total: bytes of tensor data that all ranks have written.
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
+        bytes_host: of these, bytes that it read in the memory of ranks of its host, so that they did not travel.
+        host_fallback: why others of its host sent their bytes over the network; empty if none did.
         peers: ranks that it exchanged bytes with.
         team: approximate number of ranks that collected their pieces before they wrote them (``FASTCKPT_AGGREGATE``); 1
             if each rank wrote its own.
@@ -191,6 +193,8 @@ class SaveReport(Report):
     bytes_total: int = -1
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_host: int = 0
+    host_fallback: str = ""
     peers: int = 0
     team: int = 1
     grain: int = 0

@@ -21,10 +21,11 @@ from . import words
 from .torch_distributed import AbsentError, DataGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastckpt import _core
 
+    from .near import Shared
     from .torch_distributed import Group, Transfer
 
 _T = TypeVar("_T")
@@ -65,13 +66,13 @@ class Lane(NamedTuple):
 
     Attributes:
         what: the direction, for messages: ``to`` or ``from`` a rank.
-        messages: rank and bytes of each, in order.
+        messages: number, rank and bytes of each, in order.
         begin: the number of a message; the address of its memory, once there is some.
         done: the number of a message: it has been sent or has arrived.
     """
 
     what: str
-    messages: list[tuple[int, int]]
+    messages: list[tuple[int, int, int]]
     begin: Callable[[int], int]
     done: Callable[[int], None]
 
@@ -150,24 +151,30 @@ class Exchange:
         mail: the messages.
         name: the name of a rank in errors, ``rank 3 on node-b``: :meth:`fastckpt._ranks.session.Session.name`.
         limit: seconds after which a transfer that does not end is given up, regardless of the other ranks.
+        shared: what ranks of this host read in each other's memory.
 
     Attributes:
         moved: how many messages have been sent and have arrived.
     """
 
-    def __init__(self, group: DataGroup, mail: _core.Mail, name: Callable[..., str], limit: float) -> None:
+    def __init__(
+        self, group: DataGroup, mail: _core.Mail, name: Callable[..., str], limit: float, shared: Shared | None = None
+    ) -> None:
         self.group = group
         self.mail = mail
         self.name = name
         self.limit = limit
+        self.shared = shared
         self.moved = 0
         self._error: BaseException | None = None
         self._ended = False
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._settles = False
+        sent, received = mail.travelling()
         for lane, start in (
-            (Lane("to", mail.outgoing(), mail.pack, mail.sent), group.send),
-            (Lane("from", mail.incoming(), mail.admit, mail.arrived), group.receive),
+            (Lane("to", sent, mail.pack, mail.sent), group.send),
+            (Lane("from", received, mail.admit, mail.arrived), group.receive),
         ):
             if lane.messages:
                 begun: SimpleQueue[Transfer | None] = SimpleQueue()
@@ -193,6 +200,12 @@ class Exchange:
         )
 
     @property
+    def lost(self) -> LostError | None:
+        """The error for memory of another rank that could not be read, if there is some."""
+        found = self.mail.lost()
+        return None if found is None else LostError(f"{self.name(found[0])}: {found[1]}")
+
+    @property
     def waits(self) -> bool:
         """Whether this rank may be waiting for another rank, to send a message or to take one."""
         return self._error is None and self.busy
@@ -200,7 +213,7 @@ class Exchange:
     @property
     def busy(self) -> bool:
         """Whether messages are still on their way."""
-        return any(thread.is_alive() for thread in self._threads)
+        return self._settles or any(thread.is_alive() for thread in self._threads)
 
     def join(self, attend: Callable[[], None]) -> None:
         """Wait until all have been sent and have arrived; ``attend`` is called meanwhile.
@@ -215,6 +228,12 @@ class Exchange:
                 attend()
         if self._error is not None:
             raise self._error
+        # Others have read all that they read in this rank's memory once they say so.
+        if self.shared is not None:
+            self._settles = True
+            swap = dict.fromkeys(self.shared.read, b"."), dict.fromkeys(self.shared.readers, 1)
+            swapped(self.group, swap, self.limit, attend)
+            self._settles = False
 
     def end(self, why: str, alive: Callable[[], None]) -> None:
         """Stop all transfers, here and at the other ranks; does nothing if there are none.
@@ -251,7 +270,7 @@ class Exchange:
         begun: SimpleQueue[Transfer | None],
     ) -> None:
         try:
-            for number, (peer, nbytes) in enumerate(lane.messages):
+            for number, peer, nbytes in lane.messages:
                 try:
                     address = lane.begin(number)
                 except Exception as error:  # noqa: BLE001 - raised in the joining thread
@@ -266,7 +285,7 @@ class Exchange:
             begun.put(None)
 
     def _wait(self, lane: Lane, begun: SimpleQueue[Transfer | None]) -> None:
-        for number, (peer, _) in enumerate(lane.messages):
+        for number, peer, _ in lane.messages:
             transfer = begun.get()
             if transfer is None:
                 return
@@ -317,9 +336,9 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
         if exchange is not None:
             exchange.join(attend)
     except Exception as error:
-        altered = None if exchange is None else exchange.altered
-        if altered is not None:
-            raise altered from None
+        broken = None if exchange is None else exchange.altered or exchange.lost
+        if broken is not None:
+            raise broken from None
         cause = None if exchange is None else exchange.error
         # The reason for which the mail is stopped becomes the core's error.
         if cause is not None and cause is not error and str(cause) in str(error):
@@ -357,6 +376,27 @@ def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
     if failed:
         raise failed[0]
     return found[0]
+
+
+def swapped(
+    group: DataGroup,
+    swap: tuple[Mapping[int, bytes], Mapping[int, int]],
+    limit: float,
+    attend: Callable[[], None],
+) -> dict[int, bytes]:
+    """What :meth:`DataGroup.swap` takes; ``attend`` is called meanwhile.
+
+    Raises:
+        LostError: it broke off.
+    """
+
+    def run() -> dict[int, bytes]:
+        try:
+            return group.swap(*swap, limit)
+        except RuntimeError as error:
+            raise LostError(f"the exchange with ranks of this host broke off: {_text(error)}") from error
+
+    return attended(run, attend) if any(swap) else {}
 
 
 def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float, attend: Callable[[], None]) -> bytes:

@@ -20,7 +20,8 @@ from fastckpt._tensors.ranges import range_of
 
 from .agreement import PER_RANK, Agreement, core_spread
 from .attention import Attention
-from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
+from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost, swapped
+from .near import share as share_memory
 from .offers import combine_arrivals, combine_offers
 from .ranks import Ranks, alike
 from .replicas import Comparison, combine_holders, holders_that_differ, not_compared
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .agreement import JobState, TensorOf
     from .peers import Operation
     from .session import Session
+    from .torch_distributed import DataGroup
 
 _REPEATED = (
     "nothing distinguishes this save from an earlier one to the same path, so a rank that misses a call cannot be "
@@ -221,7 +223,7 @@ class ProcessGroup:
         session, operation, timeout, path = self.session, self.operation, self.ranks.timeout, request.path
         rank = session.group.rank
         engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base, request.owners())
-        exchange: Exchange | None = None
+        group = None
         whole = False
         made: list[tuple[int, int]] = []
         attention = Attention(operation, timeout, bytes_per_second(request.settings.io))
@@ -255,10 +257,7 @@ class ProcessGroup:
                 _join(session, engine, path, name)
             operation.round("joined", None, combine=_nothing)
             group = session.link.meet(meeting, timeout, attention.meanwhile)
-            if group is not None:
-                exchange = Exchange(group, mail, session.name, attention.limit)
-                attention.exchange = exchange
-            own, outcome = _outcome(engine, exchange, attention, progress, session.name(rank))
+            own, outcome = _outcome(session, engine, group, attention, progress)
             done = time.perf_counter()
             answer = operation.round(
                 "done",
@@ -268,10 +267,14 @@ class ProcessGroup:
                 is_done=lambda: _identity(path) in made,
             )
             whole = True
-            return with_warnings(_fields(session, own, answer, time.perf_counter() - done), noted)
+            fields = _fields(session, own, answer, time.perf_counter() - done)
+            if attention.exchange is not None and attention.exchange.shared is not None:
+                *_, fields["bytes_host"], fields["host_fallback"] = attention.exchange.shared
+            return with_warnings(fields, noted)
         finally:
-            if exchange is not None and not whole:
-                exchange.end("the save has failed", operation.alive)
+            if group is not None and not whole:
+                if attention.exchange is not None:
+                    attention.exchange.end("the save has failed", operation.alive)
                 session.link.drop()
             engine.close(committed=whole)
 
@@ -322,18 +325,22 @@ def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> Non
 
 
 def _outcome(
+    session: Session,
     engine: _core.RankSave,
-    exchange: Exchange | None,
+    group: DataGroup | None,
     attention: Attention,
     progress: Callable[[int, int], None],
-    name: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The core's report of what this rank, called ``name``, has written, and its message to the others."""
+    """The core's report of what this rank has written, and its message to the others."""
+    limit, attend = attention.limit, attention.meanwhile
     try:
-        own = _write(engine, exchange, attention, progress)
+        if group is not None:
+            shared = share_memory(engine, group.near, lambda *swap: swapped(group, swap, limit, attend))
+            attention.exchange = Exchange(group, engine.mail, session.name, limit, shared)
+        own = _write(engine, attention.exchange, attention, progress)
     except LostError as error:
         # Another rank is the cause, and reports it itself; if none does, this is the cause.
-        return {}, lost_by(name, error)
+        return {}, lost_by(session.name(session.group.rank), error)
     return own, {"pieces": engine.pieces(), "saved": figures(own)}
 
 

@@ -19,8 +19,10 @@ from weakref import WeakKeyDictionary, finalize
 
 from fastckpt._tensors import memory as _memory
 
+from .near import neighbours
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class _Kept(Protocol):
@@ -219,6 +221,9 @@ class DataGroup:
         name: a name that no other group made with the same store has.
         timeout: seconds after which to make it fails because another rank has not come.
 
+    Attributes:
+        near: the ranks of this host that read each other's memory.
+
     Raises:
         AbsentError: ranks have not come.
     """
@@ -237,6 +242,7 @@ class DataGroup:
         store.set(here[group.rank], group.host)
         try:
             self._gloo = _new_gloo(store, group.rank, group.size, timedelta(seconds=timeout))
+            self.near = neighbours(group.rank, group.ranks, group.host, store)
         except RuntimeError as error:
             absent = (rank for rank, key in enumerate(here) if not store.check([key]))
             raise AbsentError(list(itertools.islice(absent, _NAMED))) from error
@@ -270,6 +276,17 @@ class DataGroup:
         self._met.add(0 if self.rank else 1)
         self._gloo.broadcast([_tensor_of(data)], options).wait(timedelta(seconds=limit))
         return bytes(data)
+
+    def swap(self, given: Mapping[int, bytes], sizes: Mapping[int, int], limit: float) -> dict[int, bytes]:
+        """Give ranks bytes, and take as many from some, never none."""
+        taken = {peer: bytearray(nbytes) for peer, nbytes in sizes.items()}
+        tensors = {peer: _tensor_of(bytearray(content)) for peer, content in given.items()}
+        self._met.update(taken, tensors)
+        moved = [self._gloo.recv([_tensor_of(data)], peer, 0) for peer, data in taken.items()]
+        moved += [self._gloo.send([tensor], peer, 0) for peer, tensor in tensors.items()]
+        for each in moved:
+            each.wait(timedelta(seconds=limit))
+        return {peer: bytes(data) for peer, data in taken.items()}
 
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.

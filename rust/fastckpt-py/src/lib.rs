@@ -11,6 +11,7 @@ mod commit;
 mod error;
 mod hashes;
 mod mail;
+mod near;
 mod probe;
 mod ranks_base;
 mod ranks_load;
@@ -43,6 +44,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     telemetry::register(module)?;
     reader::register(module)?;
     share::register(module)?;
+    near::register(module)?;
     mail::register(module)?;
     ranks_base::register(module)?;
     ranks_save::register(module)?;

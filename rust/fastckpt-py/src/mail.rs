@@ -40,6 +40,14 @@ impl Mail {
         self.core.incoming().map(travelling).collect()
     }
 
+    fn travelling(&self) -> [Vec<(usize, u32, u64)>; 2] {
+        let each = |(message, envelope)| {
+            let (peer, bytes) = travelling(envelope);
+            (message, peer, bytes)
+        };
+        self.core.travelling().map(|all| all.into_iter().map(each).collect())
+    }
+
     fn pack(&self, py: Python<'_>, message: usize) -> PyResult<usize> {
         self.detached(py, |mail| mail.pack(message))
     }
@@ -58,6 +66,10 @@ impl Mail {
 
     fn altered(&self) -> Option<(u32, String)> {
         self.core.altered()
+    }
+
+    fn lost(&self) -> Option<(u32, String)> {
+        self.core.lost()
     }
 
     fn stop(&self, py: Python<'_>, why: &str) {

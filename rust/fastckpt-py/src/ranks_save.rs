@@ -1,6 +1,6 @@
 //! `_core.RankSave`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -159,6 +159,15 @@ impl RankSave {
         let (overwrite, options) = (settings.overwrite, options.clone().unbind());
         let (target, is_left) = (OnceLock::new(), AtomicBool::new(false));
         Ok(Self { core, overwrite, options, mail, raised, target, is_left, keep: Mutex::new(keep) })
+    }
+
+    fn addresses(&self, py: Python<'_>, mates: Vec<u32>) -> Vec<(u32, Vec<u64>, usize)> {
+        py.detach(|| self.core.addresses(&mates))
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "it comes from Python")]
+    fn share(&self, py: Python<'_>, given: HashSet<u32>, taken: Vec<(u32, u32, Vec<u64>)>) -> PyResult<u64> {
+        self.detached(py, |core| core.share(&given, &taken))
     }
 
     #[pyo3(signature = (depth, seed, sum_of, tick))]

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
 use crate::share::{Duties, Item};
 use crate::sys::memory::{Bytes, Source};
+use crate::sys::remote;
 
 /// The parts that a rank holds, by tensor and part.
 #[derive(Debug, Default)]
@@ -33,6 +34,17 @@ impl Held {
         self.0.get(&(tensor, part)).ok_or_else(|| {
             Error::Invalid(format!("part {part} of tensor {tensor} is not in this rank's memory"))
         })
+    }
+
+    /// The address of a part, given by tensor and number; `None` if it has none that another process could read.
+    pub(super) fn address(&self, part: (usize, u32)) -> Option<u64> {
+        let Content::Memory(bytes) = self.0.get(&part)? else { return None };
+        let address = bytes.address() as u64;
+        // Memory of a driver may not be readable in this way.
+        let (mut first, mut last) = ([0], [0]);
+        let ends =
+            &mut [(address, &mut first[..]), (address + (bytes.len() as u64).max(1) - 1, &mut last[..])];
+        remote::read(std::process::id(), ends).is_ok().then_some(address)
     }
 
     /// The host memory of `run` of an item's part; `None` if it is elsewhere.
@@ -228,7 +240,7 @@ fn runs(item: &Item, range: &Range<u64>) -> impl Iterator<Item = Run> {
 }
 
 /// The address of a row in local memory.
-const fn place(item: &Item, to: i64) -> u64 {
+pub(super) const fn place(item: &Item, to: i64) -> u64 {
     item.base.wrapping_add(to).cast_unsigned()
 }
 
@@ -252,7 +264,7 @@ fn lines<'a>(
     Ok(())
 }
 
-fn misfit(what: &str, range: &Range<u64>) -> Error {
+pub(super) fn misfit(what: &str, range: &Range<u64>) -> Error {
     Error::Invalid(format!(
         "bytes {range:?} of a tensor do not fit into {what}: the plans of the ranks are wrong"
     ))

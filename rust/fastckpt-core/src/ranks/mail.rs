@@ -77,6 +77,8 @@ struct State {
     stopped: Option<String>,
     /// The sender of the first message that was altered, and what is wrong with it.
     altered: Option<(u32, String)>,
+    /// The rank whose memory could not be read, and why.
+    lost: Option<(u32, String)>,
     outgoing: Vec<Out>,
     incoming: Vec<In>,
     /// The first outgoing message that was not sent yet.
@@ -157,6 +159,7 @@ impl Mail {
         let state = State {
             stopped: None,
             altered: None,
+            lost: None,
             outgoing: outgoing.iter().map(out).collect(),
             incoming: incoming.iter().map(|_| In::Away).collect(),
             next: 0,
@@ -226,6 +229,30 @@ impl Mail {
         self.incoming.iter().copied()
     }
 
+    /// Leaves out messages, before any was packed or admitted: those that take their bytes read them elsewhere.
+    pub(super) fn leave_out(
+        &self,
+        outgoing: impl Iterator<Item = usize>,
+        incoming: impl Iterator<Item = usize>,
+    ) {
+        let mut state = lock(&self.state);
+        outgoing.for_each(|message| state.outgoing[message] = Out::Sent);
+        incoming.for_each(|message| state.incoming[message] = In::Taken);
+        state.pass();
+    }
+
+    /// The numbers and envelopes of those that travel: of the outgoing ones, and of the incoming ones.
+    #[must_use]
+    pub fn travelling(&self) -> [Vec<(usize, Envelope)>; 2] {
+        let state = lock(&self.state);
+        let sent = |&(message, _): &(usize, Envelope)| state.outgoing[message] != Out::Sent;
+        let received = |&(message, _): &(usize, Envelope)| !matches!(state.incoming[message], In::Taken);
+        [
+            self.outgoing().enumerate().filter(sent).collect(),
+            self.incoming().enumerate().filter(received).collect(),
+        ]
+    }
+
     /// Bytes of messages that were sent, and that arrived.
     #[must_use]
     pub fn moved(&self) -> (u64, u64) {
@@ -244,6 +271,19 @@ impl Mail {
     #[must_use]
     pub fn altered(&self) -> Option<(u32, String)> {
         lock(&self.state).altered.clone()
+    }
+
+    /// Stops it because memory of a rank cannot be read. Returns the error of who wanted it.
+    pub(super) fn lose(&self, peer: u32, why: &str) -> Error {
+        lock(&self.state).lost.get_or_insert_with(|| (peer, why.to_owned()));
+        self.stop(why);
+        Error::Stopped(why.to_owned())
+    }
+
+    /// The rank whose memory could not be read, and why, if there is one.
+    #[must_use]
+    pub fn lost(&self) -> Option<(u32, String)> {
+        lock(&self.state).lost.clone()
     }
 
     /// Stops it and waits for the function that fills messages, which is not called again. So the memory that that
@@ -352,9 +392,7 @@ impl Mail {
         let mut state = lock(&self.state);
         state.outgoing_held -= self.going(message);
         state.sent += bytes;
-        while state.outgoing.get(state.next) == Some(&Out::Sent) {
-            state.next += 1;
-        }
+        state.pass();
         self.changed.notify_all();
         Ok(())
     }
@@ -549,6 +587,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl State {
+    /// Goes on to the first outgoing message that was not sent yet.
+    fn pass(&mut self) {
+        while self.outgoing.get(self.next) == Some(&Out::Sent) {
+            self.next += 1;
+        }
+    }
+
     /// Whether an incoming message of `bytes` can have memory.
     fn may_admit(&self, message: usize, bytes: u64, budget: u64) -> bool {
         fits(self.incoming_held, bytes, budget) || message < self.demanded

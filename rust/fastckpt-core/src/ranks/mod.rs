@@ -7,6 +7,7 @@ mod contents;
 mod held;
 mod load;
 pub mod mail;
+mod near;
 pub mod pieces;
 mod places;
 mod replicas;

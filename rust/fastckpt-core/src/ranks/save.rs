@@ -13,6 +13,7 @@ use super::base::{Prepared, RankBase};
 use super::contents;
 use super::held::Held;
 use super::mail::{Fill, Mail};
+use super::near::{self, Near};
 use super::pieces;
 use super::replicas::{Replicas, SumOf};
 use super::table::Table;
@@ -229,6 +230,40 @@ impl RankSave {
             let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
             *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?, work);
             Ok(())
+        })
+    }
+
+    /// For the ranks `mates` of its host: the addresses of the parts that each of them reads in this one's memory, and how
+    /// many such addresses this one gets from it. Zeros: the bytes go by messages.
+    #[must_use]
+    pub fn addresses(&self, mates: &[u32]) -> Vec<(u32, Vec<u64>, usize)> {
+        let Duties { boxes, io, .. } = &*self.duties;
+        let each = |&mate: &u32| (mate, near::addresses(boxes, mate, &self.held), near::expected(io, mate));
+        mates.iter().map(each).collect()
+    }
+
+    /// Has bytes between ranks of its host go by no messages. `given` are the ranks that read this one's memory;
+    /// `taken` are those whose memory this one reads, each with its process and the addresses that it gave. Before the
+    /// messages travel. Returns the bytes that this one reads.
+    pub fn share(&self, given: &HashSet<u32>, taken: &[(u32, u32, Vec<u64>)]) -> Result<u64> {
+        self.step(|mut stage, next| {
+            let (Stage::New(work) | Stage::Open(_, work)) = &mut stage else {
+                return Err(Error::Misused(ORDER));
+            };
+            let Duties { boxes, io, relays, .. } = &*self.duties;
+            let mut near = Near::default();
+            for (peer, process, addresses) in taken {
+                near.add(*peer, *process, io, addresses);
+            }
+            let (sent, read) = (
+                near::left_out(boxes, |peer| given.contains(&peer)),
+                near::left_out(io, |peer| near.has(peer)),
+            );
+            let bytes = read.clone().map(|message| io[message].bytes).sum();
+            self.mail.leave_out(sent, read.map(|message| relays.len() + message));
+            work.read_near(near);
+            *next = stage;
+            Ok(bytes)
         })
     }
 

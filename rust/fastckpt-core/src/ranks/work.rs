@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::held::{Held, scatter, span, unpack, whole_run};
 use super::mail::{Mail, Received};
+use super::near::Near;
 use super::table::Table;
 use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
@@ -70,6 +71,7 @@ pub(super) struct Ranges {
     duties: Arc<Duties>,
     held: Arc<Held>,
     mail: Arc<Mail>,
+    near: Box<Near>,
     units: Vec<Needs>,
     supplies: Vec<Supply>,
     /// Bytes to write of each shard that has any.
@@ -134,6 +136,7 @@ impl Ranges {
             duties: Arc::clone(duties),
             held: Arc::clone(held),
             mail: Arc::clone(mail),
+            near: Box::default(),
             supplies,
             bytes,
             tensors,
@@ -168,6 +171,30 @@ impl Ranges {
     /// The messages of a unit.
     pub(super) fn taken(&self, number: usize) -> MutexGuard<'_, Vec<Received>> {
         self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on, reads what ranks of its host have in their memory.
+    pub(super) fn read_near(&mut self, near: Near) {
+        for needs in &mut self.units {
+            let brought = |message: usize| {
+                let number = message.checked_sub(self.duties.relays.len());
+                number.is_some_and(|number| near.brings(&self.duties.io[number]))
+            };
+            needs.messages.retain(|(message, _)| !brought(*message));
+        }
+        *self.near = near;
+    }
+
+    /// Puts the bytes of an item in a message to their places in `to`, which begins at byte `start` of the tensor.
+    fn given(&self, number: usize, place: &Place, item: &Item, to: (&mut [u8], u64)) -> Result<()> {
+        let message = &self.duties.io[place.message - self.duties.relays.len()];
+        if !self.near.brings(message) {
+            return self.with(number, place, item.len, |payload| unpack(payload, item, to));
+        }
+        self.near.read(message.peer, item, to)?.map_err(|error| {
+            let why = format!("its memory cannot be read: {error}");
+            self.mail.lose(message.peer, &why)
+        })
     }
 
     /// Calls `action` with `len` bytes of a message, which is here.
@@ -382,7 +409,7 @@ impl Work for Ranges {
                 }
                 From::Rows => self.held.spread(item, &item.bytes, slot)?,
                 From::Message(place) => {
-                    self.with(number, place, item.len, |payload| unpack(payload, item, slot))?;
+                    self.given(number, place, item, slot)?;
                 }
             }
         }
@@ -416,7 +443,7 @@ impl Work for Ranges {
                 From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
                 // No part of such an item is written without a copy, so all of it is copied at once.
                 From::Message(place) => {
-                    self.with(number, place, item.len, |payload| unpack(payload, item, (&mut *to, start)))?;
+                    self.given(number, place, item, (&mut *to, start))?;
                 }
             }
         }

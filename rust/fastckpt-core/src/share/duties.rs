@@ -393,7 +393,7 @@ impl<'a> Work<'a> {
                             self.keep(stretch.start, item);
                         } else {
                             let far = self.relay(&at, giver, tile).unwrap_or(giver);
-                            self.deal(&at, far, item);
+                            self.deal(&at, far, Item { own: far == giver, ..item });
                         }
                     }
                 }

@@ -31,7 +31,7 @@ pub struct Item {
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
-    /// This rank has or wants it itself.
+    /// The rank on the box side of the message has or wants it itself.
     pub own: bool,
     /// This rank relays it: they come from this message of [`super::Duties::relays`], or go to each of these, from this
     /// byte on.
@@ -47,6 +47,8 @@ pub struct Message {
     pub bytes: u64,
     /// Those of a lower phase come first.
     pub phase: u64,
+    /// One of the two ranks relays what it has for the other.
+    pub hop: bool,
     /// Not empty, in the order of files and offsets.
     pub items: Vec<Item>,
 }
@@ -111,7 +113,7 @@ impl Mailbox {
             }
         }
         self.last.insert(key, self.messages.len());
-        let message = Message { peer, bytes: item.len, phase: 0, items: vec![item] };
+        let message = Message { peer, bytes: item.len, phase: 0, hop: spot.hop, items: vec![item] };
         self.messages.push((spot, spot.turn, message));
         (self.messages.len() - 1, 0)
     }

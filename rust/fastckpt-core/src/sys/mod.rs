@@ -19,6 +19,7 @@ pub mod nice;
 pub mod page;
 pub mod pagemap;
 pub mod probe;
+pub mod remote;
 pub mod ring;
 pub mod shm;
 pub mod slabs;

@@ -19,6 +19,7 @@ use crate::read::Checkpoint;
 use crate::save::work::Unit;
 use crate::save::{Contents, Request, save};
 use crate::share::{Placement, Spread};
+use crate::sys::memory::Bytes;
 
 pub(in crate::ranks) const RANKS: u32 = 3;
 const BLOCK: u64 = 16 * PAGE;
@@ -123,6 +124,17 @@ impl Job {
         RankSave::new(Arc::clone(&self.table), rank, self.held(rank), options, None).unwrap()
     }
 
+    /// The ranks, whose parts lie in memory, but for those of one rank.
+    fn in_memory(&self) -> Vec<RankSave> {
+        let memory = |bytes: Vec<u8>| Content::Memory(Bytes::from(&*bytes.leak()));
+        let part = |rank, tensor| {
+            if rank == 1 { pull(self.local(rank, tensor)) } else { memory(self.local(rank, tensor)) }
+        };
+        let held = |rank| Held::new((0..self.tensors.len()).map(|tensor| ((tensor, 0), part(rank, tensor))));
+        let save = |rank| RankSave::new(Arc::clone(&self.table), rank, held(rank), options(), None).unwrap();
+        (0..RANKS).map(save).collect()
+    }
+
     fn ranks(&self) -> Vec<RankSave> {
         (0..RANKS).map(|rank| self.rank(rank, options())).collect()
     }
@@ -170,7 +182,8 @@ fn commit<'a>(pieces: Vec<Piece>) -> Commit<'a> {
 
 /// Sends all messages of a rank. `doors` lead to all others, who learn from their closing that no more will come.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
-    for (message, (peer, _)) in mail.outgoing().enumerate() {
+    let [sent, _] = mail.travelling();
+    for (message, (peer, _)) in sent {
         mail.pack(message)?;
         let _ = doors[peer as usize].send(message);
     }
@@ -180,7 +193,8 @@ fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
 /// Receives all messages of a rank. Where none comes any more, the mail of this rank is stopped.
 fn receive(ranks: &[RankSave], rank: usize, doors: &[Receiver<usize>]) -> Result<()> {
     let mail = ranks[rank].mail();
-    for (there, (peer, _)) in mail.incoming().enumerate() {
+    let [_, received] = mail.travelling();
+    for (there, (peer, _)) in received {
         mail.admit(there)?;
         let from = ranks[peer as usize].mail();
         let Ok(message) = doors[peer as usize].recv() else {
@@ -231,12 +245,30 @@ fn pieces(ranks: &[RankSave]) -> Vec<Piece> {
     ranks.iter().flat_map(|rank| rank.pieces().unwrap()).collect()
 }
 
+/// Has the ranks read each other's memory, in this one process. Returns the bytes that no message has.
+fn share(ranks: &[RankSave]) -> u64 {
+    let all: Vec<u32> = (0..ranks.len() as u32).collect();
+    let given: Vec<_> = ranks.iter().map(|rank| rank.addresses(&all)).collect();
+    let each = |(own, rank): (usize, &RankSave)| {
+        let of = |&peer: &u32| {
+            let (_, addresses, _) = &given[peer as usize][own];
+            assert_eq!(addresses.len(), given[own][peer as usize].2);
+            (addresses.iter().all(|at| *at != 0)).then(|| (peer, std::process::id(), addresses.clone()))
+        };
+        let readers = given[own].iter().filter(|(_, own, _)| own.iter().all(|at| *at != 0));
+        let readers = readers.map(|(peer, ..)| *peer).collect();
+        rank.share(&readers, &all.iter().filter_map(of).collect::<Vec<_>>()).unwrap()
+    };
+    ranks.iter().enumerate().map(each).sum()
+}
+
 #[test]
 fn ranks_write_what_one_process_writes() {
-    for layout in LAYOUTS {
+    for (layout, near) in LAYOUTS.into_iter().flat_map(|layout| [(layout, false), (layout, true)]) {
         let job = Job::new(layout);
-        let ranks = job.ranks();
+        let ranks = if near { job.in_memory() } else { job.ranks() };
         job.open(&ranks);
+        let read = if near { share(&ranks) } else { 0 };
         let reports = write(&ranks).into_iter().collect::<Result<Vec<_>>>().unwrap();
         let committed = ranks[0].commit(commit(pieces(&ranks)), &mut |_, _| true).unwrap();
         close(&ranks, true);
@@ -246,6 +278,8 @@ fn ranks_write_what_one_process_writes() {
         let exchanged =
             ranks.iter().map(RankSave::exchanged).fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
         assert!(exchanged.0 == exchanged.1 && (exchanged.0 == 0) == matches!(layout, Layout::Copies));
+        // What is relayed goes by messages, and so does what callbacks copy.
+        assert!((read, exchanged.0) == (0, 0) || (read < exchanged.0 && (read > 0) == near), "{layout:?}");
         let relays = ranks.iter().any(|rank| !rank.duties.relays.is_empty());
         assert_eq!(relays, matches!(layout, Layout::Teams));
 
