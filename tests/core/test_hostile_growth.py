@@ -335,6 +335,10 @@ MEMBERS = {
 }
 
 
+#: Bytes that one of theirs may take: in the core's reader, and in that of Python, whose every empty list has 56.
+OTHERS = 32 if os.environ.get("FASTCKPT_TEST_PORTABLE") else 12
+
+
 @pytest.mark.parametrize("member", MEMBERS)
 def test_no_other_member_takes_much_more_than_the_file(children, forged, member):
     path, body = forged
@@ -342,7 +346,7 @@ def test_no_other_member_takes_much_more_than_the_file(children, forged, member)
     grow(body, body["tensors"][0])
     manifest.forge(path, body)
     size = (path / manifest.NAME).stat().st_size
-    end = ended(children, path, bound=12 * size)
+    end = ended(children, path, bound=OTHERS * size)
     assert end["kind"] == kind, end
 
 

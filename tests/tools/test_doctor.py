@@ -358,9 +358,10 @@ def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
     )
     try:
         assert child.stdout.readline() == b"ready\n"
-        # The first call that comes after the directory is made, and the first that only a save makes.
-        call = {"made": "fallocate", "saving": "fsync"}[moment]
-        with strace.stopping(child.pid, tmp_path / "log", call) as stop:
+        # The first call that comes after the directory is made; and one of a save, which first syncs the name of the
+        # empty directory in which it begins, and then its own files.
+        call, when = {"made": ("fallocate", 1), "saving": ("fsync", 2)}[moment]
+        with strace.stopping(child.pid, tmp_path / "log", call, when) as stop:
             child.stdin.write(b"\n")
             child.stdin.flush()
             stop.wait()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastckpt.exceptions import CheckpointError
 from faults.crash import disks
-from faults.crash.scenes import ENGINES, SCENES, Overwrites, Shards, SingleFiles
+from faults.crash.scenes import ENGINES, SCENES, GivenFiles, Overwrites, Shards, SingleFiles
 from faults.played import Played, play
 from faults.row import Row, Run
 from faults.trouble import trials
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
     from faults.served import Mount
 
-#: Those whose bytes have checksums.
-SUMMED = tuple(each for each in SCENES if each is not SingleFiles)
+#: Those whose bytes have checksums that a load compares: files beside the tensors have none.
+SUMMED = tuple(each for each in SCENES if each not in (GivenFiles, SingleFiles))
 
 
 def _after_lies(scene: Scene, point: Path, came: Played) -> str:
