@@ -134,6 +134,7 @@ def test_rule_writes_huge_pages_as_they_lie_and_small_ones_through_slabs(tmp_pat
 
 
 def test_hot_checkpoint_comes_from_the_page_cache_and_a_cold_one_does_not(tmp_path, caplog):
+    needs.ring()
     state = {"w": memory(24 * MIB, 64)}
     fastckpt.save(state, tmp_path / "c")
     for file in (tmp_path / "c").iterdir():
@@ -255,6 +256,8 @@ def test_settings_for_measurements_are_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("engine", ["uring", "threads", "direct"])
 def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
     """The kernel takes 1,024 stretches at once; a block of 64 MiB may have more."""
+    if engine != "threads":
+        needs.ring()
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 * MIB))
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
     size, count = 74_512, 800
