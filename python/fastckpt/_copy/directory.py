@@ -56,7 +56,7 @@ class ToDirectory:
             for about, item in zip(lengths, plan.items, strict=True)
         ):
             return False
-        # Whoever gave it its name may have been killed, or have failed, before this.
+        # The copy that gave it its name may have been killed, or may have failed, before it synced that name.
         sync(Path(self._target).parent)
         return True
 

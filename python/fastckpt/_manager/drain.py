@@ -252,7 +252,8 @@ class Drain:
             Exception: an attempt failed, and the step is not at the remote.
         """
         with self._lock:
-            error = self._failed.pop(next(iter(self._failed), -1), None)
+            failed = next(iter(self._failed), None)
+            error = None if failed is None else self._failed.pop(failed)
             self.start()
         if error is not None:
             raise error

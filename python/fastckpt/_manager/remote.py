@@ -114,8 +114,7 @@ class Remote(Tier[Place]):
         """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and leftovers of copies.
 
         It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
-        step that ``waits`` is still to be copied. One that the run has left does not count as the newest: it would
-        have those removed that the run goes on from.
+        step that ``waits`` is still to be copied. One that the run has left is not the newest for retention.
         """
         local, place = self._local, self.place
         try:

@@ -286,7 +286,7 @@ class Wanting:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """The first message up: digests of the demands, whether all must be wanted, and what this rank wants not."""
+        """The first message up: digests of the demands, whether all must be wanted, what is not wanted here."""
         return [*self.local.told.digests, self.local.prepared.settings.strict, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:

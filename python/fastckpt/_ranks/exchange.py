@@ -384,7 +384,7 @@ def swapped(
     limit: float,
     attend: Callable[[], None],
 ) -> dict[int, bytes]:
-    """What :meth:`DataGroup.swap` takes; ``attend`` is called meanwhile.
+    """Swap bytes with other ranks by :meth:`DataGroup.swap`, and call ``attend`` meanwhile.
 
     Raises:
         LostError: it broke off.

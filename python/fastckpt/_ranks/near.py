@@ -27,7 +27,7 @@ _ADDRESS = 8
 
 
 class Neighbours(NamedTuple):
-    """What a rank has found out about the others of its host.
+    """What a rank knows of the others of its host.
 
     Attributes:
         processes: the process of each other rank whose memory this one may read, and which may read that of this one.

@@ -278,7 +278,7 @@ class DataGroup:
         return bytes(data)
 
     def swap(self, given: Mapping[int, bytes], sizes: Mapping[int, int], limit: float) -> dict[int, bytes]:
-        """Give ranks bytes, and take as many from some, never none."""
+        """Give bytes to some ranks, and take so many from others; no size is 0."""
         taken = {peer: bytearray(nbytes) for peer, nbytes in sizes.items()}
         tensors = {peer: _tensor_of(bytearray(content)) for peer, content in given.items()}
         self._met.update(taken, tensors)

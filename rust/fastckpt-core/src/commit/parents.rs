@@ -16,7 +16,8 @@ use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
 /// durable. Other processes may make the same ones meanwhile.
 pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     let (mut at, missing) = nearest(path)?;
-    // A save that was killed may have made it, and not synced its name. It makes nothing in it before.
+    // A killed save may have made this directory, and not synced its name. No save makes anything in a directory before
+    // that sync, so only the name of an empty one is in doubt.
     if is_empty(at.as_fd()) {
         match open_child(at.as_fd(), OsStr::new("..")).and_then(|above| sync(above.as_fd())) {
             // The directory above may not be read.

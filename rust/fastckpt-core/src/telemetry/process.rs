@@ -248,9 +248,8 @@ pub(super) fn take_thread(segment: &'static Segment) -> Option<usize> {
 
 /// Frees slot `number`, because its worker has ended.
 pub(super) fn give_thread(segment: &'static Segment, number: usize) {
-    if let Some(process) =
-        lock_for_certain().as_mut().filter(|process| std::ptr::eq(process.segment, segment))
-    {
+    let mut guard = lock_for_certain();
+    if let Some(process) = guard.as_mut().filter(|process| std::ptr::eq(process.segment, segment)) {
         process.threads &= !(1 << number);
     }
 }
