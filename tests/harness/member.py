@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import importlib
 import os
@@ -64,6 +65,7 @@ def serve(
     another rank, or ``apart`` from all of them."""
     groups.here = channel
     _die_with_parent()
+    faulthandler.enable()  # where it stood, among what the failed test has captured
     torch.set_num_threads(1)
     master = port == 0
     client = dist.TCPStore(

@@ -28,6 +28,10 @@ def _tell_and_raise():
     raise OSError(28, "full", "here")
 
 
+def _crash():
+    signal.raise_signal(signal.SIGSEGV)
+
+
 def _warn():
     warnings.warn("mind", DeprecationWarning, stacklevel=1)
 
@@ -79,6 +83,8 @@ def test_a_rank_is_killed_or_stopped_at_a_named_step(forge):
         group.start(_sleep, 0, ranks=[0], strike=groups.Strike(0, "time:sleep", OSError(5, "worn out")))
         assert group.outcomes()[0].raised.errno == 5
         assert group.run(_sleep, 0, ranks=[0]) == [0]
+        with pytest.raises(groups.FailedError, match=r"^rank 0 died of SIGSEGV$"):
+            group.run(_crash, ranks=[0])
 
 
 def test_a_hung_rank_hangs_nobody_and_leaves_nothing(forge):
