@@ -606,7 +606,7 @@ def test_cancel_at_any_moment_gives_the_old_or_the_new(tmp_path):
 # The end of the process.
 
 HEAD = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
 from dataclasses import replace
 import numpy as np
 import fastckpt
@@ -775,6 +775,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         failed.finished.wait()
         child = os.fork()
         if not child:
+            faulthandler.dump_traceback_later(50, exit=True)  # the threads of its parent are gone, and may hang it
             fastckpt.background.drain()
             for ask in (pending.result, pending.cancel, pending.wait_staged):
                 try:
