@@ -1,9 +1,9 @@
 //! Teams: ranks whose pieces of a tensor are neighbours in its file. Pure.
 //!
-//! What a team has, or wants, of a tensor is its **domain**. Where the pieces are short and the tensor has several
-//! domains, it is **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another
-//! team give theirs to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of
-//! a grain of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
+//! What a team has, or wants, of a tensor is its **domain**. A tensor of several domains, in pieces of 64 KiB at most, is
+//! **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another team give
+//! theirs to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of a grain
+//! of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -164,7 +164,7 @@ impl<'a> Teams<'a> {
             let Domains { firsts, pieces } = self.domains(&held);
             let (pieces, stored) = ((*pieces).max(1), share.tensors[tensor].stored);
             let copies = if load { u64::from(held.cover.copies()) } else { 1 };
-            if least > 1 && firsts.len() > 2 && stored / pieces < LONG as u64 {
+            if least > 1 && firsts.len() > 2 && stored / pieces <= LONG as u64 {
                 thin.push((stored / pieces, class, bytes / pieces.min(u64::from(share.ranks))));
             }
             let together = u128::from(grain) * u128::from(pieces) / u128::from(stored);

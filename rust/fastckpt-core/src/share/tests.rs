@@ -771,6 +771,22 @@ fn thin_tensors_come_from_one_rank_of_each_team() {
 }
 
 #[test]
+fn pieces_of_64_kib_are_relayed_and_longer_ones_are_not() {
+    // Four ranks, two teams of two, and one element more a piece in the second tensor.
+    let spread = mesh(&[4], &[Placement::Shard(0)]);
+    let job = job(&[&[4, 32 << 10], &[4, (32 << 10) + 1]], vec![spread], 4);
+    let job = Job { share: job.share.in_teams(1 << 20, 2).unwrap(), ..job };
+    job.check();
+    for purpose in [Purpose::Save, Purpose::Load] {
+        let all = job.duties(purpose).unwrap();
+        let relayed = all.iter().flat_map(|duties| &duties.relays).flat_map(|message| &message.items);
+        let bytes = relayed.map(|item| (item.tensor, item.len)).collect::<Vec<_>>();
+        // One member of the team that has no writer passes on what the other one has.
+        assert_eq!(bytes, [(0, 64 << 10)], "{purpose:?}");
+    }
+}
+
+#[test]
 fn a_rank_relays_the_shortest_pieces_and_no_more_than_it_can_hold() {
     // Pieces of 60 KiB, 66 MiB of a rank, and norms.
     let shapes = [vec![&[16, 30 << 10][..]; 1125], vec![&[1 << 12][..]; 40]].concat();
