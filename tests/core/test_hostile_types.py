@@ -31,11 +31,11 @@ import pytest
 
 import fastckpt
 from harness import manifest, needs, zygote
-from harness.draws import STEP
+from harness.draws import one_in
 from harness.internals import ends_of
 
 #: How many files are drawn; a campaign sets more.
-DRAWS = int(os.environ.get("FASTCKPT_DRAWS", 750 // STEP))
+DRAWS = int(os.environ.get("FASTCKPT_DRAWS", 750 // one_in(3)))
 #: Bytes of memory that a process may take beyond what it has after a first load, and processor seconds of one load.
 GROWTH, SECONDS = 192 << 20, 10.0
 

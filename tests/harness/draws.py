@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 
 
-def each(step: int) -> int:
+def one_in(step: int) -> int:
     """The step through the trials: ``step`` in the gate, 1 where all are asked for."""
     return 1 if os.environ.get("FASTCKPT_TEST_RUNS") == "all" else step
-
-
-#: Of most of them.
-STEP = each(3)

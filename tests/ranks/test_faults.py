@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fastckpt
 import fastckpt.distributed
 from harness import groups, mounts, points, stillness, strace
-from harness.draws import STEP
+from harness.draws import one_in
 from harness.internals import process_group
 
 TIMEOUT = 3.0
@@ -269,7 +269,7 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
             steps.append((points.JOIN_SAVE, when, None, 1))
     steps.append((f"{points.PEERS}:Operation.round", "before", "done", 1))
     # The requests to the store, whatever step of the protocol they belong to.
-    steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, 2 * STEP)]
+    steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, one_in(6))]
     return steps
 
 

@@ -24,10 +24,10 @@ from playing import Play
 from truth import Truth
 
 from harness import zygote
-from harness.draws import each
+from harness.draws import one_in
 
 HISTORIES = 40
-STEP = each(5)
+STEP = one_in(5)
 NAMES = ("gpt", "bert", "vit", "moe", "eval", "llama")
 STRANGERS = (3, 10, 30, 100)
 SIZE = (200, 60)

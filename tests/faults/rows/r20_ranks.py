@@ -1,5 +1,8 @@
 """Ranks that are killed, stopped, late or missing."""
 
+from functools import partial
+
+from faults import of_tests
 from faults.of_tests import row
 from faults.row import Row, Run
 
@@ -18,6 +21,21 @@ ROWS = [
         "SIGKILL and SIGSTOP of a rank at each named step of a save or load",
         "the rank reports the blow",
         **row(("tests/ranks/test_faults.py",)),
+    ),
+    Row(
+        20,
+        "simulated ranks",
+        "All ranks learn the same verdict, in time; what fails is named; the next operation works.",
+        "drawn delays, deaths, stops, losses, late ranks and pauses of the store, on a virtual clock",
+        "each rule of the protocol, switched off, breaks a promise in some run",
+        run=partial(
+            of_tests.run,
+            ("tests/ranks/test_simulated.py",),
+            ("-n", "2", "--dist", "worksteal"),
+            under=("env", "FASTCKPT_TEST_RUNS=all"),
+        ),
+        fast=0,
+        nightly=1,
     ),
     Row(
         20,
