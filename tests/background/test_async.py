@@ -641,14 +641,17 @@ ENDINGS = {
 
 
 def run(tmp_path, code, *, expected=0):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(code), str(tmp_path / "c")],
-        env=zygote.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(code), str(tmp_path / "c")],
+            env=zygote.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as over:
+        pytest.fail(f"the program does not end: {(over.stderr or b'').decode()}")
     assert done.returncode == expected, done.stderr
     return done
 

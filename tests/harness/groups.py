@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import builtins
 import contextlib
-import os
 import pickle
 import signal
 import sys
@@ -113,19 +112,16 @@ class Outcome:
         return self.ended - self.began
 
 
-def _ended(outcome: Outcome) -> str:
-    if outcome.status is None:
-        return outcome.kind
-    code = os.waitstatus_to_exitcode(outcome.status)
-    return f"died of {signal.Signals(-code).name}" if code < 0 else f"died with exit status {code}"
-
-
 class FailedError(AssertionError):
     """A call did not return on all ranks; ``outcomes`` says how it ended on each."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
-        lines = [f"rank {each.rank} {_ended(each)}" for each in outcomes if each.kind != "returned"]
+        lines = [
+            f"rank {each.rank} {each.kind if each.status is None else zygote.ending(each.status)}"
+            for each in outcomes
+            if each.kind != "returned"
+        ]
         traces = [f"-- rank {each.rank}:\n{each.raised.trace}" for each in outcomes if each.raised is not None]
         super().__init__("\n".join(["; ".join(lines), *traces]))
 

@@ -60,6 +60,12 @@ class HungError(AssertionError):
     """The child gave no answer in time."""
 
 
+def ending(status: int) -> str:
+    """How a process with this wait status ended."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"died with exit status {code}"
+
+
 class Channel:
     """JSON lines over a socket, both ways."""
 
@@ -138,7 +144,7 @@ class Child:
         try:
             return dict(self.channel.receive(timeout))
         except EOFError:
-            raise DiedError(f"child {self.pid}: wait status {self.wait():#x}") from None
+            raise DiedError(f"child {self.pid} {ending(self.wait())}") from None
         except TimeoutError:
             self.kill()
             raise HungError(f"child {self.pid} said nothing for {timeout} s") from None

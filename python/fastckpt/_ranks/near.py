@@ -27,7 +27,7 @@ _ADDRESS = 8
 
 
 class Neighbours(NamedTuple):
-    """What a rank knows of the others of its host.
+    """The other ranks of a rank's host, as far as each may read the memory of the other.
 
     Attributes:
         processes: the process of each other rank whose memory this one may read, and which may read that of this one.

@@ -61,7 +61,7 @@ ROWS = [
         5,
         "shutdown",
         "A save on a file system that has gone is no success.",
-        "GOINGDOWN of ext4 and XFS between the rename and the last sync; btrfs cut between two shards",
+        "ext4 and XFS shut down between the rename and the last sync, btrfs cut between two shards",
         "the saver stands still where it is to be",
         **row(
             (
@@ -74,7 +74,7 @@ ROWS = [
         5,
         "shutdowns at any moment",
         "What was acknowledged before a file system went is there when it is mounted again; the next save works.",
-        "GOINGDOWN of ext4 or XFS at a random moment, with or without writing its log",
+        "ext4 or XFS shut down at a random moment, with or without writing its log",
         "each scene is played without a fault first; the mutants",
         run=_shutdowns,
         fast=8,

@@ -21,7 +21,7 @@ ROWS = [
     Row(
         15,
         "fuzzed core",
-        "Whatever the core reads, plans or is told: what it accepts is sound, and the rest is an error.",
+        "The core accepts sound headers, manifests, tokens, plans and messages; all others are errors.",
         "libFuzzer, with AddressSanitizer, on headers, manifests, tokens, plans and messages of ranks",
         "each target has inputs that are accepted",
         fuzz,

@@ -1,9 +1,9 @@
 //! Teams: ranks whose pieces of a tensor are neighbours in its file. Pure.
 //!
-//! What a team has, or wants, of a tensor is its **domain**. A tensor of several domains, in pieces of 64 KiB at most, is
-//! **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another team give
-//! theirs to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of a grain
-//! of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
+//! What a team has, or wants, of a tensor is its **domain**. A tensor with several domains and pieces of at most 64 KiB
+//! is **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another team give
+//! their pieces to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of
+//! a grain of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
 
 use std::collections::HashMap;
 use std::ops::Range;
