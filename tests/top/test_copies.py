@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from by_hand import GB, Rank, look
-from fastckpt_top import text
+from fastckpt_top import jsonout, text
 from fastckpt_top.feed import ShmFeed
 from fastckpt_top.model import Model
 from fastckpt_top.segment import FLAG_WHOLE, Kind, Phase
@@ -235,3 +235,11 @@ def test_a_checkpoint_is_at_the_remote_when_the_process_that_publishes_it_says_s
         return sorted(look(Model(), 1.0, rank).jobs[0].safe)
 
     assert (places(0), places(FLAG_WHOLE)) == (["local"], ["local", "remote"])
+
+
+def test_the_sentence_and_the_json_name_the_same_second():
+    """Mutant: each rounds for itself."""
+    model = look(Model(), 2.0, copied(GB // 2).record(-9.0, 1.9996, op_id=9))
+    (job,) = jsonout.Ticks().next(model)["jobs"]
+    at = time.strftime("%H:%M:%S", time.localtime(job["safe"]["local"]["t"]))
+    assert model.main.sentence.words[0].endswith(f"last step safe at: local {at}, remote not yet")

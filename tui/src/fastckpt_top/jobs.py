@@ -123,7 +123,8 @@ def safe(past: Past, look: Look) -> dict[str, dict[str, Safe]]:
         place = "remote" if one.whole and one.kind == "drain" else "local" if one.kind == "save" else ""
         key = next((job for member, _ in one.members if (job := look.job_of.get(member))), "")
         if place and key and not one.error:
-            found.setdefault(key, {}).setdefault(place, Safe(one.label, one.step, one.end))
+            # Whole milliseconds, downwards: an output that rounded it could name the second after that of the sentence.
+            found.setdefault(key, {}).setdefault(place, Safe(one.label, one.step, int(one.end * 1000) / 1000))
     return found
 
 
