@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -23,9 +24,13 @@ from . import libraries, rows
 
 def inside(name: str, chosen: list[str], trials: int, seed: int) -> None:
     """All trials of one library, in this process; print a line of JSON with the facts, and one for each row."""
+    # What a library prints goes to stderr.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     library = libraries.ALL[name]()
     library.load_modules()
-    print(json.dumps({"title": library.title, "version": library.version(), "promise": library.promise}), flush=True)
+    about = {"title": library.title, "version": library.version(), "promise": library.promise}
+    print(json.dumps(about), file=out, flush=True)
     for row in chosen:
         if row in rows.RANKED and not library.ranked:
             continue
@@ -34,7 +39,7 @@ def inside(name: str, chosen: list[str], trials: int, seed: int) -> None:
             draw = random.Random(f"{seed}/{name}/{row}/{number}")
             with tempfile.TemporaryDirectory(prefix="league-") as place:
                 ends[rows.ALL[row](rows.Trial(library, Path(place) / "run", draw))] += 1
-        print(json.dumps({row: dict(ends)}), flush=True)
+        print(json.dumps({row: dict(ends)}), file=out, flush=True)
 
 
 def main() -> None:
