@@ -10,17 +10,16 @@ diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core, exceptions
+from fastckpt._api import log as _log
 from fastckpt._api.checkpoint import open as open
 from fastckpt._api.files import Files
 from fastckpt._api.io import IO
 from fastckpt._api.load import load
 from fastckpt._api.manage import clean, remove
 from fastckpt._api.manage import list as list
-from fastckpt._api.outcome import LastWord
 from fastckpt._api.randomness import randomness
 from fastckpt._api.register import Registry, register_type
 from fastckpt._api.save import save
@@ -73,7 +72,7 @@ __all__ = [
 
 __version__ = _core.__version__
 
-logging.getLogger("fastckpt").addHandler(LastWord())
+_log.set_up()
 
 
 #: Imported on first use: what few programs need, and what imports torch.

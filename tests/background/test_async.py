@@ -802,6 +802,35 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
     assert fastckpt.verify(tmp_path / "c").ok
 
 
+def test_a_fork_waits_for_a_line_of_the_log(tmp_path):
+    """Who writes one holds the lock of stderr, and a child of that moment would wait for it without end."""
+    run(
+        tmp_path,
+        """
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        try:
+            while True:
+                os.write(write, bytes(4096))
+        except BlockingIOError:
+            os.set_blocking(write, True)  # full: whoever writes waits
+        sys.stderr = open(write, "w")
+        late()
+        failed = fastckpt.save_async(state, target + "-no/c")
+        failed.finished.wait()
+        time.sleep(0.5)  # it writes that it has failed
+        threading.Timer(0.5, os.read, (read, 1 << 20)).start()
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            sys.stderr.flush()
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert failed.exception()
+        """,
+    )
+
+
 def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
     run(
         tmp_path,

@@ -52,28 +52,6 @@ def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
 _LISTED, _SHOWN = 20, 200
 
 
-class LastWord(logging.NullHandler):
-    """Silent, as a library has to be, except for errors in a program that has configured no logging.
-
-    Such a program would never hear of a save that fails in the background: Python's last-resort handler is off as soon
-    as a library has a handler of its own, even a silent one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless another handler takes it."""
-        at: logging.Logger | None = logging.getLogger(record.name)
-        while at is not None:
-            if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):
-                return False
-            at = at.parent if at.propagate else None
-        if logging.lastResort is not None:
-            logging.lastResort.handle(record)
-        return True
-
-
 def conclude(report: _R) -> _R:
     """Log and export the report of an operation that has ended; returns it."""
     ended = well(report)
