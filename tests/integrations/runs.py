@@ -14,7 +14,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import peft
 import torch
 
 import fastckpt
@@ -48,6 +47,8 @@ def strike(number):
 
 def adapted(model, *layers):
     """A model whose layers of these names are trained by LoRA, and nothing else of it is."""
+    import peft  # a second and a half, which processes without adapters would take, too
+
     return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=[*layers]))
 
 
