@@ -167,6 +167,8 @@ def train(
     Returns:
         The step and the row that it began with; and weights, moments and learning rate of this rank at the end.
     """
+    parallel.reference()  # which draws, once in a process
+    torch.manual_seed(0)
     model, optimizer = parallel.build("fsdp", trained=False)
     if change is not None:
         model.to(change)

@@ -23,9 +23,14 @@ def forge():
         yield made
 
 
-def play(forge, folder, last=STEPS, kind="ours", *, ranks=2, **config):
-    """What each rank of a run found, and how it ended."""
-    with forge.group(ranks) as group:
+def play(groups, folder, last=STEPS, kind="ours", *, ranks=2, **config):
+    """What each rank of a run found, and how it ended.
+
+    ``groups``: ``forge.group``, whose processes are new, as where a job is started again, or is to have fastckpt
+    installed for good; or ``lasting``, whose processes have played before, and know already how torch spreads this
+    model, which takes most of a run's time.
+    """
+    with groups(ranks) as group:
         return group.run(titan.train, folder, last, kind, timeout=240, **config)
 
 
@@ -36,9 +41,9 @@ def killed(forge, folder, dies, **config):
 
 
 @pytest.fixture(scope="module")
-def straight(forge, tmp_path_factory):
+def straight(lasting, tmp_path_factory):
     """How a run of torchtitan's own manager ends, which nothing disturbs."""
-    return [result[2] for result in play(forge, tmp_path_factory.mktemp("straight"), kind="stock")]
+    return [result[2] for result in play(lasting, tmp_path_factory.mktemp("straight"), kind="stock")]
 
 
 def begun(results):
@@ -55,18 +60,18 @@ def steps_of(folder):
 
 @pytest.mark.parametrize("adapter", [None, "whole"])
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_save_restart_resume_and_keep_the_latest(forge, straight, tmp_path, mode, adapter):
+def test_save_restart_resume_and_keep_the_latest(forge, lasting, straight, tmp_path, mode, adapter):
     config = {"async_mode": mode, "keep_latest_k": 2, "adapter": adapter}
-    assert begun(play(forge, tmp_path, 4, **config))[0] == 0
+    assert begun(play(lasting, tmp_path, 4, **config))[0] == 0
     assert steps_of(tmp_path) == [3, 4]
-    assert begun(play(forge, tmp_path, **config)) == (4, straight)
+    assert begun(play(forge.group, tmp_path, **config)) == (4, straight)
     assert steps_of(tmp_path) == [6, 7]
     for step in (6, 7):
         path = tmp_path / "run" / f"step-{step}"
         assert fastckpt.verify(path).ok
         assert are_named(path) == {adapter is not None}
     # Once more, after its end.
-    assert begun(play(forge, tmp_path, **config)) == (7, straight)
+    assert begun(play(lasting, tmp_path, **config)) == (7, straight)
 
 
 def are_named(path):
@@ -75,28 +80,28 @@ def are_named(path):
 
 
 @pytest.mark.parametrize("adapter", ["drops", "fails"])
-def test_an_adapter_that_does_not_keep_all_is_left_alone(forge, straight, tmp_path, adapter):
+def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_path, adapter):
     """Some of torchtitan's drop LoRA's tensors, and the biases of experts; some do not know each way to shard."""
     told = {
         "drops": "adapter fails: ValueError: it drops 1 of them, among them gain",
         "fails": "adapter fails: RuntimeError",
     }[adapter]
-    play(forge, tmp_path, 4, adapter=adapter, told=[told])
+    play(lasting, tmp_path, 4, adapter=adapter, told=[told])
     assert are_named(tmp_path / "run" / "step-4") == {False}
-    assert begun(play(forge, tmp_path, adapter=adapter, told=[told])) == (4, straight)
+    assert begun(play(lasting, tmp_path, adapter=adapter, told=[told])) == (4, straight)
     # An export is what the adapter makes of it.
     config = {"ends": True, "last_save_model_only": True, "last_save_in_hf": True}
     if adapter == "drops":
-        play(forge, tmp_path, 8, adapter=adapter, told=[told], **config)
+        play(lasting, tmp_path, 8, adapter=adapter, told=[told], **config)
         assert are_named(tmp_path / "run" / "step-8") == {True}
 
 
-def test_names_may_change_in_a_run(forge, straight, tmp_path):
+def test_names_may_change_in_a_run(lasting, straight, tmp_path):
     """Each checkpoint says which ones it has."""
     for last, hugging_face in ((3, False), (5, True)):
-        play(forge, tmp_path, last, adapter="whole", hugging_face=hugging_face)
+        play(lasting, tmp_path, last, adapter="whole", hugging_face=hugging_face)
         assert are_named(tmp_path / "run" / f"step-{last}") == {hugging_face}
-    assert begun(play(forge, tmp_path, adapter="whole", hugging_face=False)) == (5, straight)
+    assert begun(play(lasting, tmp_path, adapter="whole", hugging_face=False)) == (5, straight)
 
 
 def test_stages_of_a_pipeline_share_a_loader(forge, tmp_path):
@@ -105,14 +110,14 @@ def test_stages_of_a_pipeline_share_a_loader(forge, tmp_path):
         assert group.run(titan.pipeline, tmp_path, timeout=120) == [(True, (3, 3))] * 2
 
 
-def test_a_rank_that_fails_does_not_wait_for_the_others(forge, straight, tmp_path):
+def test_a_rank_that_fails_does_not_wait_for_the_others(forge, lasting, straight, tmp_path):
     with forge.group(2) as group:
         group.start(titan.train, tmp_path, STEPS, "ours", fails=5)
         first, last = group.outcomes(120)
     assert (last.raised.kind, "negative" in last.raised.text) == ("RuntimeError", True)
     assert last.seconds < 60
     assert first.kind == "raised"
-    assert begun(play(forge, tmp_path)) == (4, straight)
+    assert begun(play(lasting, tmp_path)) == (4, straight)
 
 
 def test_killed(forge, straight, tmp_path):
@@ -121,50 +126,50 @@ def test_killed(forge, straight, tmp_path):
         killed(forge, tmp_path, dies, keep_latest_k=2, async_mode="disabled")
         # The one before them may be about to go.
         assert steps_of(tmp_path)[-2:] == [dies - 2, dies - 1]
-    assert begun(play(forge, tmp_path, keep_latest_k=2)) == (4, straight)
+    assert begun(play(forge.group, tmp_path, keep_latest_k=2)) == (4, straight)
 
 
-def test_one_process_goes_on(forge, tmp_path):
+def test_one_process_goes_on(forge, lasting, tmp_path):
     """torchtitan's loader of rows does not."""
-    play(forge, tmp_path, 4)
+    play(lasting, tmp_path, 4)
     config = {"exclude_from_loading": ["dataloader"], "told": ["2 ranks saved states of their own"]}
-    (alone,) = play(forge, tmp_path, 4, ranks=1, **config)
+    (alone,) = play(forge.group, tmp_path, 4, ranks=1, **config)
     assert alone[:2] == (4, 0)
     state = fastckpt.load(tmp_path / "run" / "step-4")
     weights = [value.tolist() for value in state["model"].values()]
     assert all(value in weights for value in alone[2][0])
 
 
-def test_the_newest_that_verifies(forge, straight, tmp_path):
-    play(forge, tmp_path, 5)
+def test_the_newest_that_verifies(lasting, straight, tmp_path):
+    play(lasting, tmp_path, 5)
     (tmp_path / "run" / "step-5" / "model.safetensors").write_bytes(b"damaged")
     (tmp_path / "run" / "step-4" / "fastckpt.json").write_bytes(b"damaged")
     told = [*(f"step-{step} cannot be loaded and is skipped" for step in (4, 5)), "is left behind"]
-    assert begun(play(forge, tmp_path, told=told)) == (3, straight)
+    assert begun(play(lasting, tmp_path, told=told)) == (3, straight)
 
 
-def test_the_newest_that_verifies_before_the_last_step(forge, straight, tmp_path):
+def test_the_newest_that_verifies_before_the_last_step(lasting, straight, tmp_path):
     """Which has the model alone."""
     config = {"ends": True, "last_save_model_only": True}
-    assert begun(play(forge, tmp_path, **config)) == (0, straight)
+    assert begun(play(lasting, tmp_path, **config)) == (0, straight)
     (tmp_path / "run" / "step-6" / "model.safetensors").write_bytes(b"damaged")
     assert begun(
-        play(forge, tmp_path, told=["step-6 cannot be loaded", "step 7 of an earlier run is left behind"], **config)
+        play(lasting, tmp_path, told=["step-6 cannot be loaded", "step 7 of an earlier run is left behind"], **config)
     ) == (5, straight)
     assert fastckpt.verify(tmp_path / "run" / "step-6").ok
 
 
-def test_a_seed_where_all_else_is_damaged(forge, tmp_path):
+def test_a_seed_where_all_else_is_damaged(forge, lasting, tmp_path):
     with forge.group(1) as group:
         group.run(seed, tmp_path, timeout=120)
-    play(forge, tmp_path, 1)
+    play(lasting, tmp_path, 1)
     (tmp_path / "run" / "step-1" / "model.safetensors").write_bytes(b"damaged")
-    assert begun(play(forge, tmp_path, 0, told=["step-1 cannot be loaded"], load_only=True))[0] == 0
+    assert begun(play(lasting, tmp_path, 0, told=["step-1 cannot be loaded"], load_only=True))[0] == 0
 
 
-def test_a_step_is_chosen(forge, tmp_path):
-    play(forge, tmp_path, 5)
-    assert begun(play(forge, tmp_path, 5, load=3, load_only=True))[0] == 3
+def test_a_step_is_chosen(forge, lasting, tmp_path):
+    play(lasting, tmp_path, 5)
+    assert begun(play(lasting, tmp_path, 5, load=3, load_only=True))[0] == 3
     with forge.group(1) as group:
         group.start(titan.train, tmp_path, 5, "ours", load=9)
         (outcome,) = group.outcomes(120)
@@ -172,17 +177,17 @@ def test_a_step_is_chosen(forge, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [None, "whole"])
-def test_the_last_step_is_for_export(forge, straight, tmp_path, adapter):
+def test_the_last_step_is_for_export(forge, lasting, straight, tmp_path, adapter):
     """It has the model alone, cast; a run that is started again goes on from the one before."""
     config = {"ends": True, "last_save_model_only": True, "export_dtype": "bfloat16", "adapter": adapter}
     config |= {"last_save_in_hf": adapter is not None}
-    assert begun(play(forge, tmp_path, **config)) == (0, straight)
+    assert begun(play(lasting, tmp_path, **config)) == (0, straight)
     state = fastckpt.load(tmp_path / "run" / "step-7")
     assert [*state] == ["model"]
     assert {value.dtype for name, value in state["model"].items() if "seen" not in name} == {torch.bfloat16}
     assert fastckpt.load(tmp_path / "run" / "step-6")["train_state"]["step"] == 6
-    assert begun(play(forge, tmp_path, **config)) == (6, straight)
-    assert begun(play(forge, tmp_path, **config)) == (6, straight)
+    assert begun(play(lasting, tmp_path, **config)) == (6, straight)
+    assert begun(play(lasting, tmp_path, **config)) == (6, straight)
     # As with torchtitan's own manager, it is no place to go on from.
     with forge.group(1) as group:
         group.start(titan.train, tmp_path, STEPS, "ours", load=7, **config)
@@ -202,12 +207,12 @@ def seed(folder):
 
 
 @pytest.mark.parametrize("change", [None, torch.bfloat16])
-def test_a_seed_is_a_model(forge, tmp_path, change):
+def test_a_seed_is_a_model(forge, lasting, tmp_path, change):
     """Of the dtype of exports; a run casts it to its own."""
     with forge.group(1) as group:
         group.run(seed, tmp_path, timeout=120)
     assert [*fastckpt.load(tmp_path / "run" / "step-0")] == ["model"]
-    results = play(forge, tmp_path, 0, load_only=True, change=change)
+    results = play(lasting, tmp_path, 0, load_only=True, change=change)
     assert begun(results)[0] == 0
     numbers = {number for result in results for value in result[2][0] for number in flat(value)}
     assert numbers == {0.25}
@@ -218,49 +223,51 @@ def flat(value):
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "installed", "hugging face"])
-def test_what_a_run_begins_with(forge, tmp_path, kind):
+def test_what_a_run_begins_with(forge, lasting, tmp_path, kind):
     """Checkpoints of fastckpt, of torch.distributed.checkpoint and of Hugging Face; the model, or all."""
     hf = kind == "hugging face"
     adapter = "whole" if kind in ("ours", "hugging face") else None
     config = {"ends": True, "last_save_model_only": True} if hf else {}
-    (before, *_) = play(forge, tmp_path / "before", 3, "ours" if hf else kind, adapter=adapter, **config)
+    first = forge.group if kind == "installed" else lasting
+    (before, *_) = play(first, tmp_path / "before", 3, "ours" if hf else kind, adapter=adapter, **config)
     path = str(tmp_path / "before" / "run" / "step-3")
     config = {"initial_load_path": path, "adapter": adapter, "initial_load_in_hf": hf, "load_only": True}
-    (found, *_) = play(forge, tmp_path / "model", 0, **config)
+    (found, *_) = play(lasting, tmp_path / "model", 0, **config)
     assert (found[:2], found[2][0]) == ((0, 0), before[2][0])
     if not hf:
-        (found, *_) = play(forge, tmp_path / "all", 0, initial_load_model_only=False, **config)
+        (found, *_) = play(lasting, tmp_path / "all", 0, initial_load_model_only=False, **config)
         assert found == (3, 21, before[2])
 
 
 @pytest.mark.parametrize("kind", ["stock", "installed"])
-def test_a_run_that_had_torchtitans_own_manager_goes_on(forge, straight, tmp_path, kind):
+def test_a_run_that_had_torchtitans_own_manager_goes_on(forge, lasting, straight, tmp_path, kind):
     """Also one that was cut off in a save, and one that went back to it in between."""
-    play(forge, tmp_path, 3, kind)
+    before = forge.group if kind == "installed" else lasting
+    play(before, tmp_path, 3, kind)
     cut = tmp_path / "run" / "step-4"
     cut.mkdir()
     (cut / "__0_0.distcp").write_bytes(b"cut off")
-    assert begun(play(forge, tmp_path, 4))[0] == 3
+    assert begun(play(lasting, tmp_path, 4))[0] == 3
     assert not list((tmp_path / "run").glob(".step*"))
     assert fastckpt.verify(cut).ok
     for step in (3, 4):
         shutil.rmtree(tmp_path / "run" / f"step-{step}")  # stock resumes from what it knows
-    play(forge, tmp_path, 5, kind)
-    assert begun(play(forge, tmp_path)) == (5, straight)
+    play(before, tmp_path, 5, kind)
+    assert begun(play(lasting, tmp_path)) == (5, straight)
 
 
-def test_without_the_line_it_ends_with_an_error(forge, tmp_path):
-    play(forge, tmp_path, 2)
+def test_without_the_line_it_ends_with_an_error(forge, lasting, tmp_path):
+    play(lasting, tmp_path, 2)
     with forge.group(2) as group:
         group.start(titan.train, tmp_path, STEPS, "stock")
         assert [one.kind for one in group.outcomes(120)] == ["raised"] * 2
     assert steps_of(tmp_path) == [1, 2]
 
 
-def test_what_is_not_loaded(forge, tmp_path):
-    play(forge, tmp_path, 4)
+def test_what_is_not_loaded(lasting, tmp_path):
+    play(lasting, tmp_path, 4)
     config = {"exclude_from_loading": ["dataloader", "lr_scheduler", "optimizer"], "load_only": True}
-    whole, (part, _) = play(forge, tmp_path, 4, load_only=True), play(forge, tmp_path, 4, **config)
+    whole, (part, _) = play(lasting, tmp_path, 4, load_only=True), play(lasting, tmp_path, 4, **config)
     assert part[:2] == (4, 0)
     weights, moments, rate = part[2]
     assert weights == whole[0][2][0]
@@ -268,8 +275,8 @@ def test_what_is_not_loaded(forge, tmp_path):
     assert rate != whole[0][2][2]
 
 
-def test_nothing_is_done_where_it_is_not_enabled(forge, tmp_path):
-    assert begun(play(forge, tmp_path, 2, enable=False))[0] == 0
+def test_nothing_is_done_where_it_is_not_enabled(lasting, tmp_path):
+    assert begun(play(lasting, tmp_path, 2, enable=False))[0] == 0
     assert not (tmp_path / "run").exists()
 
 
@@ -292,35 +299,35 @@ def test_a_llama_is_one_of_hugging_face(forge, tmp_path):
     LlamaForCausalLM(config).load_state_dict(state)
 
 
-def test_a_run_that_went_back_goes_on_from_where_it_went(forge, straight, tmp_path):
+def test_a_run_that_went_back_goes_on_from_where_it_went(forge, lasting, straight, tmp_path):
     """The steps that it left behind are higher, and a seed lies beside them."""
     with forge.group(1) as group:
         group.run(seed, tmp_path, timeout=120)
-    play(forge, tmp_path, 5, load=-1)
+    play(lasting, tmp_path, 5, load=-1)
     told = ["step 5 of an earlier run is left behind"]
     with forge.group(2) as group:
         group.start(titan.train, tmp_path, STEPS, "ours", load=2, dies=4, async_mode="disabled", told=told)
         assert [one.kind for one in group.outcomes(240)] == ["died"] * 2
-    assert begun(play(forge, tmp_path, 3))[0] == 3
+    assert begun(play(lasting, tmp_path, 3))[0] == 3
 
 
-def test_names_change_where_the_newest_is_damaged(forge, straight, tmp_path):
-    play(forge, tmp_path, 4, adapter="whole", hugging_face=False)
-    play(forge, tmp_path, 5, adapter="whole")
+def test_names_change_where_the_newest_is_damaged(lasting, straight, tmp_path):
+    play(lasting, tmp_path, 4, adapter="whole", hugging_face=False)
+    play(lasting, tmp_path, 5, adapter="whole")
     (tmp_path / "run" / "step-5" / "model.safetensors").write_bytes(b"damaged")
     told = ["step-5 cannot be loaded"]
-    assert begun(play(forge, tmp_path, adapter="whole", told=told)) == (4, straight)
+    assert begun(play(lasting, tmp_path, adapter="whole", told=told)) == (4, straight)
 
 
-def test_what_a_killed_first_save_leaves_is_no_step(forge, tmp_path):
+def test_what_a_killed_first_save_leaves_is_no_step(lasting, tmp_path):
     left = tmp_path / "run" / ".step-5.tmp-0123456789abcdef-0"
     left.mkdir(parents=True)
     (left / "model.safetensors.index.json").write_text("{}")
-    assert begun(play(forge, tmp_path, 1))[0] == 0
+    assert begun(play(lasting, tmp_path, 1))[0] == 0
 
 
-def test_where_all_are_damaged_nothing_begins_anew(forge, tmp_path):
-    play(forge, tmp_path, 2)
+def test_where_all_are_damaged_nothing_begins_anew(forge, lasting, tmp_path):
+    play(lasting, tmp_path, 2)
     for step in (1, 2):
         (tmp_path / "run" / f"step-{step}" / "fastckpt.json").write_bytes(b"damaged")
     with forge.group(1) as group:
