@@ -37,12 +37,12 @@ def steps_of(folder):
     "strike",
     [
         pytest.param((KILL, 17, "on_step_end"), id="in the middle of an epoch"),
-        pytest.param((KILL, 20, "on_step_end"), id="before the log, the evaluation and the save"),
-        pytest.param((KILL, 20, "on_evaluate"), id="between the evaluation and the save"),
-        pytest.param((KILL, 40, "on_evaluate"), id="at the last step"),
-        pytest.param((KILL, 40, "on_train_end"), id="when all is done"),
-        pytest.param((TERM, 19, "on_step_end"), id="stopped"),
-        pytest.param((TERM, 40, "on_step_end"), id="stopped at the last step"),
+        pytest.param((KILL, 10, "on_step_end"), id="before the log, the evaluation and the save"),
+        pytest.param((KILL, 10, "on_evaluate"), id="between the evaluation and the save"),
+        pytest.param((KILL, 20, "on_evaluate"), id="at the last step"),
+        pytest.param((KILL, 20, "on_train_end"), id="when all is done"),
+        pytest.param((TERM, 9, "on_step_end"), id="stopped"),
+        pytest.param((TERM, 20, "on_step_end"), id="stopped at the last step"),
     ],
 )
 def test_a_run_that_is_disturbed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, strike):
@@ -62,7 +62,7 @@ def test_a_run_that_is_disturbed_ends_as_one_that_is_not(libraries, undisturbed,
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({"gradient_accumulation_steps": 3, "max_steps": 20}, id="accumulation"),
+        pytest.param({"gradient_accumulation_steps": 3, "max_steps": 10}, id="accumulation"),
         pytest.param({"save_strategy": "epoch", "eval_strategy": "epoch"}, id="epochs"),
         pytest.param({"save_strategy": "best", "metric_for_best_model": "eval_loss"}, id="best"),
         pytest.param(
@@ -79,7 +79,7 @@ def test_with_other_arguments(libraries, undisturbed, tmp_path, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_accumulation_steps": 2, "max_steps": 20}], ids=["", "accumulation"]
+    "arguments", [{}, {"gradient_accumulation_steps": 2, "max_steps": 10}], ids=["", "accumulation"]
 )
 def test_two_ranks(libraries, undisturbed, tmp_path, arguments):
     """Each evaluates a part of the rows; the log of the first one is saved."""
@@ -96,13 +96,11 @@ EPOCHS = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_total_lim
 @pytest.mark.parametrize(
     ("strike", "arguments"),
     [
-        pytest.param((TERM, 22, "on_step_end"), {"save_strategy": "best"}, id="best"),
-        pytest.param((TERM, 14, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="epochs"),
-        pytest.param((TERM, 20, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="at the end of an epoch"),
-        pytest.param(
-            (KILL, 21, "on_epoch_end"), {"save_steps": 21, **EPOCHS}, id="a step's save at the end of an epoch"
-        ),
-        pytest.param((KILL, 40, "on_train_end"), {"save_steps": 40, **EPOCHS}, id="the last step"),
+        pytest.param((TERM, 10, "on_step_end"), {"save_strategy": "best"}, id="best"),
+        pytest.param((TERM, 6, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="epochs"),
+        pytest.param((TERM, 8, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="at the end of an epoch"),
+        pytest.param((KILL, 9, "on_epoch_end"), {"save_steps": 9, **EPOCHS}, id="a step's save at the end of an epoch"),
+        pytest.param((KILL, 20, "on_train_end"), {"save_steps": 20, **EPOCHS}, id="the last step"),
     ],
 )
 def test_a_stop_keeps_what_belongs_to_an_epoch(libraries, undisturbed, tmp_path, strike, arguments):
@@ -122,8 +120,8 @@ def test_a_stop_keeps_what_belongs_to_an_epoch(libraries, undisturbed, tmp_path,
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({"patience": 1, "learning_rate": 0.5, "save_total_limit": None}, id="early"),
-        pytest.param({"max_steps": -1, "num_train_epochs": 2}, id="epochs"),
+        pytest.param({"patience": 1, "learning_rate": 0.2, "save_total_limit": None}, id="early"),
+        pytest.param({"max_steps": -1, "num_train_epochs": 3}, id="epochs"),
     ],
 )
 def test_a_run_that_has_ended_takes_no_further_step(libraries, undisturbed, tmp_path, arguments):
@@ -135,8 +133,8 @@ def test_a_run_that_has_ended_takes_no_further_step(libraries, undisturbed, tmp_
 
 def test_a_checkpoint_is_a_model_and_all_of_the_training(libraries, tmp_path):
     ended(play(libraries, tmp_path, save_total_limit=None))
-    path = tmp_path / "out" / "checkpoint-40"
-    assert steps_of(tmp_path) == list(range(5, 41, 5))
+    path = tmp_path / "out" / "checkpoint-20"
+    assert steps_of(tmp_path) == list(range(5, 21, 5))
     assert fastckpt.verify(path).ok
     model = AutoModelForCausalLM.from_pretrained(path)
     stored = load_file(path / "model.safetensors")
@@ -152,30 +150,30 @@ def test_a_checkpoint_is_a_model_and_all_of_the_training(libraries, tmp_path):
 def test_the_newest_that_verifies_is_taken(libraries, undisturbed, tmp_path):
     arguments = {"save_total_limit": None}
     wanted = undisturbed(**arguments)
-    assert [one.kind for one in play(libraries, tmp_path, (KILL, 27, "on_step_end"), **arguments)] == ["died"]
-    assert steps_of(tmp_path) == [5, 10, 15, 20, 25]
-    shard = next((tmp_path / "out" / "checkpoint-25" / "training").glob("*.safetensors"))
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
+    assert steps_of(tmp_path) == [5, 10, 15]
+    shard = next((tmp_path / "out" / "checkpoint-15" / "training").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    (tmp_path / "out" / "checkpoint-20" / "model.safetensors").unlink()
+    (tmp_path / "out" / "checkpoint-10" / "model.safetensors").unlink()
     (tmp_path / "out" / "checkpoint-99").mkdir()  # of a Trainer that was killed
     summary, left = ended(play(libraries, tmp_path, **arguments))
     assert (summary, left) == (wanted[0], [*wanted[1], "checkpoint-99"])
     told = (tmp_path / "log.txt").read_text()
-    assert "checkpoint-25 is damaged" in told
-    assert "checkpoint-20 is damaged" in told
+    assert "checkpoint-15 is damaged" in told
+    assert "checkpoint-10 is damaged" in told
 
 
 @pytest.mark.parametrize("what", ["the Trainer's state", "the manifest", "a directory in the way"])
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed, tmp_path, what):
     arguments = {"save_total_limit": None}
     wanted = undisturbed(**arguments)
-    assert [one.kind for one in play(libraries, tmp_path, (KILL, 27, "on_step_end"), **arguments)] == ["died"]
-    path = tmp_path / "out" / "checkpoint-25"
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
+    path = tmp_path / "out" / "checkpoint-15"
     if what == "the Trainer's state":
         file = path / "trainer_state.json"
-        file.write_text(file.read_text().replace('"global_step": 25', '"global_step": 26'))
+        file.write_text(file.read_text().replace('"global_step": 15', '"global_step": 16'))
     elif what == "the manifest":
         (path / "fastckpt.json").write_bytes((path / "fastckpt.json").read_bytes()[:-9])
     else:
@@ -185,7 +183,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
     resume = str(path) if what == "a directory in the way" else "True"
     assert ended(play(libraries, tmp_path, resume=resume, **arguments)) == wanted
     told = (tmp_path / "log.txt").read_text()
-    assert f"checkpoint-25 is {'not whole' if what == 'a directory in the way' else 'damaged'}" in told
+    assert f"checkpoint-15 is {'not whole' if what == 'a directory in the way' else 'damaged'}" in told
     assert not [*path.parent.glob(".*")]  # what was in the way is gone
     assert fastckpt.verify(path).ok
 
@@ -193,7 +191,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
 def test_what_others_write_into_a_checkpoint_goes_with_it(libraries, undisturbed, tmp_path):
     arguments = {"load_best_model_at_end": False, "save_total_limit": 2}
     assert ended(play(libraries, tmp_path, writes=True, **arguments)) == undisturbed(**arguments)
-    assert (tmp_path / "out" / "checkpoint-40" / "notes").is_dir()
+    assert (tmp_path / "out" / "checkpoint-20" / "notes").is_dir()
 
 
 def test_a_buffer_that_differs_between_ranks_is_the_first_ones(libraries, undisturbed, tmp_path):
@@ -213,7 +211,7 @@ def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
     wanted = undisturbed(**arguments)
     assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
     assert ended(play(libraries, tmp_path, **arguments)) == wanted
-    path = tmp_path / "out" / "checkpoint-40"
+    path = tmp_path / "out" / "checkpoint-20"
     assert (path / "adapter_model.safetensors").exists()
     assert not (path / "model.safetensors").exists()
     model = peft.PeftModel.from_pretrained(trainers.model_of(), path)

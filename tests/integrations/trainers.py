@@ -27,8 +27,9 @@ import fastckpt
 from fastckpt.integrations import transformers as door
 from harness import pages
 
-STEPS = 40
-ROWS = 84
+STEPS = 20
+#: Nine steps of an epoch; on two ranks, five, the last one of half a batch.
+ROWS = 36
 #: What each run has in the tests, unless it says otherwise: all that a save has to bear in mind.
 ARGUMENTS = {
     "max_steps": STEPS,
