@@ -57,8 +57,8 @@ def with_accelerate(folder, *, ours):
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_accelerate_saves_and_loads(forge, tmp_path, ours):
-    with forge.group(2) as group:
+def test_accelerate_saves_and_loads(libraries, tmp_path, ours):
+    with libraries.group(2) as group:
         assert group.run(with_accelerate, tmp_path, ours=ours) == [([], {2})] * 2
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert (tmp_path / name / ".metadata").exists()  # what others look for
@@ -78,7 +78,7 @@ def with_lightning(folder):
     return differing(model, "fsdp")
 
 
-def test_lightning_saves_and_loads(forge, tmp_path):
-    with forge.group(2) as group:
+def test_lightning_saves_and_loads(libraries, tmp_path):
+    with libraries.group(2) as group:
         assert group.run(with_lightning, tmp_path / "c") == [[], []]
     assert fastckpt.verify(tmp_path / "c").ok
