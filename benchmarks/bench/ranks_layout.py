@@ -219,7 +219,7 @@ def bars(one: dict[str, Any]) -> list[Bar]:
     if ranks >= 2048:
         files = min(files, 16 if one["kind"].startswith("TP") else 8)
     most = [
-        ("files of a rank, mean", one["files"], files),
+        ("files of any rank", one["files_max"], files),
         ("opens", one["opens"], 100_000),
         ("peers of 95 % of the ranks", one["peers_p95"], 3 * team + 128),
         ("peers of any rank", one["peers_max"], 400 + ranks / team),

@@ -36,6 +36,9 @@ TIMEOUT = 3.0
 LIMIT = TIMEOUT + 5.0
 SIZE = 3
 AT_ONCE = 8
+# Rows of the tensor that is cut into columns. The tall one has a block for each rank: so in a load each reads some, and
+# sends it to all others, who want columns of it.
+SMALL, TALL = 85, 2649 * SIZE
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,25 @@ class Trial:
         return f"{what} of rank {self.rank} in {self.call} {at} (store {self.store})"
 
 
-def whole(number: int) -> dict[str, Any]:
-    """State ``number`` in one process."""
+def whole(number: int, height: int = SMALL) -> dict[str, Any]:
+    """State ``number`` in one process, with so many rows to cut into columns."""
     return {
         "model": {
             "rows": torch.arange(1023 * 33, dtype=torch.float32).reshape(1023, 33) + number,
-            "columns": torch.arange(85 * 198, dtype=torch.float64).reshape(85, 198) - number,
+            "columns": torch.arange(height * 198, dtype=torch.float64).reshape(height, 198) - number,
             "plain": torch.full((5000,), number),
         },
         "step": number,
     }
 
 
-def which(path: Any) -> int:
+def which(path: Any, height: int = SMALL) -> int:
     """The number of the state at ``path``, after proving that it is that state whole."""
     if not fastckpt.verify(path).ok:
         raise AssertionError(f"damaged: {fastckpt.verify(path)}")
     found = fastckpt.load(path)
     number = int(found["step"])
-    for name, tensor in whole(number)["model"].items():
+    for name, tensor in whole(number, height)["model"].items():
         if not torch.equal(found["model"][name], tensor):
             raise AssertionError(f"a mixture: says step {number}, and {name} is not of it")
     return number
@@ -87,9 +90,9 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def _spread(number: int) -> dict[str, Any]:
+def _spread(number: int, height: int = SMALL) -> dict[str, Any]:
     """State ``number`` of this rank: rows, columns (bytes travel from all ranks to all), and a plain tensor."""
-    full = whole(number)
+    full = whole(number, height)
     mesh, mine, ranks = _mesh(), dist.get_rank(), dist.get_world_size()
     for name, dim in (("rows", 0), ("columns", 1)):
         tensor = full["model"][name]
@@ -116,10 +119,10 @@ def _save(
 
 
 def _load(path: str, timeout: float = TIMEOUT) -> int:
-    into = _spread(-1)
+    into = _spread(-1, TALL)
     # Not through the page cache, which may have the checkpoint: then ranks send each other nothing.
     loaded = fastckpt.distributed.load(path, into=into, **_options(timeout, "threads"))
-    wanted = _spread(loaded["step"])["model"]
+    wanted = _spread(loaded["step"], TALL)["model"]
     for name, tensor in loaded["model"].items():
         mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))
         if not torch.equal(mine, other):
@@ -184,8 +187,9 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
     """One trial; what is wrong."""
     base.mkdir()
     path = base / "c"
-    fastckpt.save(whole(0), path)
     saves = trial.call != "load"
+    height = SMALL if saves else TALL
+    fastckpt.save(whole(0, height), path)
     strike = groups.Strike(trial.rank, trial.where, trial.number, trial.when, trial.match, trial.nth)
     with forge.group(SIZE, store=trial.store) as group, stillness.watched() as still:
         if saves:
@@ -198,7 +202,7 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
         problems = told_in_time(group, trial, outcomes, still)
         if problems:
             return problems
-        found = which(path)
+        found = which(path, height)
         survivors = [each for each in outcomes if each.rank != trial.rank]
         if trial.number == signal.SIGSTOP:
             # It wakes up when all is over, and must not undo it.
@@ -315,11 +319,7 @@ def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
             (f"{points.PEERS}:Operation.round", "arrive", 1),
             (f"{points.PEERS}:Operation.round", "done", 1),
             (points.READ_PARTS, None, 1),
-            # So small a checkpoint is one block, which rank 0 reads and sends.
-            *[
-                (f"{points.DATA_GROUP}.{method}", None, 1)
-                for method in ("__init__", "broadcast", "receive" if rank else "send")
-            ],
+            *[(f"{points.DATA_GROUP}.{method}", None, 1) for method in ("__init__", "broadcast", "send", "receive")],
             *[(points.SERVE, None, nth) for nth in (2, 5, 9)],
         )
     ]

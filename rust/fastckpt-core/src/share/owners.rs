@@ -20,6 +20,8 @@ const MOST: u32 = 128;
 /// In a job of `MANY` ranks or more, no rank should write more files: each is opened by all of its writers.
 const FILES: u64 = 10;
 const MANY: u32 = 2048;
+/// The share of a member may end this fraction of a rank's mean bytes sooner or later, so that it ends with a file.
+const SPARE: u64 = 32;
 
 /// The runs of teams, while they are found.
 struct Finder<'a> {
@@ -130,32 +132,63 @@ impl<'a> Finder<'a> {
         None
     }
 
+    /// Where the shares of the members of each team end, in what it owns of all files together: about as many bytes each,
+    /// and within [`SPARE`] of that whole files, as many for each.
+    fn shares(&self) -> Vec<Vec<u64>> {
+        let mut totals = vec![0; self.teams.len()];
+        // By team, at the end of each file of which it owns something.
+        let mut files = vec![Vec::<u64>::new(); totals.len()];
+        for runs in &self.runs {
+            for (range, team) in runs {
+                totals[*team] += range.end - range.start;
+            }
+            for (_, team) in runs {
+                if files[*team].last() != Some(&totals[*team]) {
+                    files[*team].push(totals[*team]);
+                }
+            }
+        }
+        let mean = totals.iter().sum::<u64>() / u64::from(self.share.ranks);
+        let of = |(team, total): (usize, u64)| {
+            let (members, files) = (self.teams.ranks(team).len(), &files[team]);
+            let share = total.div_ceil(members.max(1) as u64);
+            let room = (mean / SPARE).min(share / 2);
+            let end = |member| {
+                let end = total.min(share * member as u64);
+                let first = files.partition_point(|file| file + room < end);
+                let after = files.partition_point(|&file| file <= end + room);
+                let even: usize = (files.len() * member + members / 2) / members;
+                if first < after { files[even.clamp(first + 1, after) - 1] } else { end }
+            };
+            (1..=members).map(end).collect()
+        };
+        totals.iter().copied().enumerate().map(of).collect()
+    }
+
     /// Deals the runs of each team to its members.
     fn deal(&self) -> Vec<Vec<Run>> {
-        let block_size = self.share.block_size;
-        let mut totals = vec![0; self.teams.len()];
-        self.runs.iter().flatten().for_each(|(range, team)| totals[*team] += range.end - range.start);
-        let mut dealt = vec![0; totals.len()];
+        let (block_size, shares) = (self.share.block_size, self.shares());
+        // By team: the bytes that were dealt, and the member whose turn it is.
+        let mut dealt = vec![(0, 0); shares.len()];
         let mut units: HashMap<u32, u64> = HashMap::new();
         let files = self.runs.iter().map(|runs| {
             let mut file: Vec<Run> = Vec::with_capacity(runs.len());
             for (range, team) in runs {
-                let members = self.teams.ranks(*team);
-                let (share, last) = (totals[*team].div_ceil(members.len() as u64), members.len() - 1);
+                let (dealt, member) = &mut dealt[*team];
                 let mut start = range.start;
                 while start < range.end {
-                    let member = ((dealt[*team] / share) as usize).min(last);
-                    // The border of a grain that is nearest to the end of its share.
-                    let left = (share * (member as u64 + 1)).saturating_sub(dealt[*team]);
-                    let border = down(start + left + self.grain / 2, self.grain);
-                    let border = border.max(down(start, self.grain) + self.grain);
-                    let end = if member == last { range.end } else { border.min(range.end) };
-                    dealt[*team] += end - start;
-                    let rank = members[member];
+                    let full = start + shares[*team][*member].saturating_sub(*dealt);
+                    // Within a range, the border of a grain that is nearest to the end of the share.
+                    let border = down(full + self.grain / 2, self.grain).clamp(start, range.end);
+                    let end = if full < range.end { border } else { range.end };
+                    let (rank, seat) = (self.teams.ranks(*team)[*member], *member as u32);
                     match file.last_mut() {
+                        _ if end == start => {}
                         Some(before) if before.rank == rank && before.end == start => before.end = end,
-                        _ => file.push(Run { start, end, rank, seat: member as u32, unit: 0 }),
+                        _ => file.push(Run { start, end, rank, seat, unit: 0 }),
                     }
+                    *dealt += end - start;
+                    *member += usize::from(end < range.end);
                     start = end;
                 }
             }

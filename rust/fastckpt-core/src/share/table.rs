@@ -14,7 +14,7 @@ use crate::format::geometry::PAGE;
 
 /// The version of the rules in this folder, and of the layout of messages: it changes whenever a rank would write,
 /// read, send or expect other bytes. Ranks compare it.
-pub const PLAN: u32 = 7;
+pub const PLAN: u32 = 8;
 
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]

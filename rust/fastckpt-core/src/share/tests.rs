@@ -814,6 +814,26 @@ fn the_members_of_a_team_relay_alike() {
 }
 
 #[test]
+fn shares_of_a_team_end_with_files_where_these_are_near() {
+    let like = [vec![20; 40], vec![21; 40], vec![20; 40], vec![21; 40]].concat();
+    // Four members, files of so many MiB, and how many of them each member writes.
+    for (sizes, files) in [(vec![64, 66, 63, 65], [1; 4]), (like, [40; 4]), (vec![100, 28], [1, 1, 1, 2])] {
+        let spreads = vec![mesh(&[4], &[Placement::Shard(0)])];
+        let of = |(shard, &size)| Tensor { shard, ..tensors(&[&[size << 9, 1024]], &spreads).remove(0) };
+        let all = sizes.iter().enumerate().map(of).collect();
+        let job = Job::large(PAGE, 1 << 20, all, spreads.clone(), 4);
+        let job = Job { share: job.share.in_teams(1 << 20, 4).unwrap(), ..job };
+        let mean = (sizes.iter().sum::<u64>() << 20) / 4;
+        for purpose in [Purpose::Save, Purpose::Load] {
+            let all = job.duties(purpose).unwrap();
+            let found = all.iter().map(|duties| duties.ranges.chunk_by(|a, b| a.shard == b.shard).count());
+            assert_eq!(found.collect::<Vec<_>>(), files, "{purpose:?}");
+            assert!(all.iter().all(|duties| size(&duties.ranges).abs_diff(mean) <= mean / 16));
+        }
+    }
+}
+
+#[test]
 fn teams_of_many_ranks_are_larger_where_each_would_write_many_files() {
     // A piece of 256 KiB of each file: 16 of them are a grain.
     for (ranks, files, team) in [(1024, 216, 16), (2048, 216, 32), (2048, 100, 16), (4096, 700, 128)] {
