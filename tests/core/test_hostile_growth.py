@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import string
 import struct
 import subprocess
 import sys
@@ -348,6 +349,60 @@ def test_no_other_member_takes_much_more_than_the_file(children, forged, member)
     size = (path / manifest.NAME).stat().st_size
     end = ended(children, path, bound=OTHERS * size)
     assert end["kind"] == kind, end
+
+
+#: What stands for one long text in a body, and what one is made of, so that it takes much more where it is quoted.
+LONG, DELETE = "?" * 40, "\x7f"
+
+
+def _entries(count, **more):
+    """As many tensors of names as short as there are."""
+    names = itertools.product(string.ascii_letters + string.digits, repeat=4)
+    return lambda body, tensor: body["tensors"].extend(
+        {**tensor, "name": "".join(name), "shape": [0], "crc": "", **more} for name in itertools.islice(names, count)
+    )
+
+
+def _shards(body, _):
+    body["shards"] += [{**body["shards"][0], "file": f"{number}.safetensors"} for number in range(99_999)]
+
+
+#: What the body gets; what :data:`LONG` stands for in it; whether that is a manifest.
+TWICE = {
+    "smallest entries": (_entries(500_000), "", True),
+    "dimensions": (_entries(200_000, shape=[0] * 64), "", True),
+    "other types": (_entries(400_000, **{"as": {"dtype": "x", "shape": [0]}}), "", True),
+    "second checksums": (_entries(400_000, crc64xz="0" * 16), "", True),
+    "shards": (_shards, "", False),
+    "a structure": (lambda body, _: body.update(structure=[LONG]), "n" * 100_000_000, True),
+    "a name": (lambda _, tensor: tensor.update(name=LONG), r"\n" + "n" * 100_000_000, True),
+    "a prefix": (lambda body, _: body["shards"][0].update(prefix=LONG), r"\n" + "n" * 100_000_000, False),
+    "an option": (lambda body, _: body["saved"].update(options=[["", LONG]]), r"\n" + "n" * 100_000_000, True),
+    "checksums": (lambda _, tensor: tensor.update(crc=LONG), r"\u0030" + "0" * 100_000_000, False),
+    "a dtype": (lambda _, tensor: tensor.update(dtype=LONG), "n" * 100_000_000, False),
+    "a name that is taken": (lambda body, _: body["tensors"].extend(2 * _named(body)), "n" * 50_000_000, False),
+    "a text for a number": (lambda _, tensor: tensor.update(offset=LONG), DELETE * 20_000_000, False),
+    "a text for a tensor": (lambda body, _: body["tensors"].append(LONG), DELETE * 20_000_000, False),
+    "a text for an object": (lambda body, _: body.update(saved=LONG), DELETE * 20_000_000, False),
+    "a file": (lambda body, _: body["shards"][0].update(file=LONG), "/" + DELETE * 20_000_000, False),
+}
+
+
+def _named(body):
+    return [{**body["tensors"][0], "name": LONG, "shape": [0], "crc": ""}]
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_the_core_takes_no_more_than_twice_the_file(children, forged, kind):
+    path, body = forged
+    spoil, long, sound = TWICE[kind]
+    spoil(body, body["tensors"][0])
+    text = manifest.seal(body).partition(b"\n")[2]
+    manifest.forge(path, text.replace(LONG.encode(), long.encode()))
+    size = (path / manifest.NAME).stat().st_size
+    end = ended(children, path, "reader", bound=2 * size + 64_000_000)
+    assert end["kind"] == ("loaded" if sound else "CorruptCheckpointError"), end["text"][:1000]
+    assert len(end["text"]) < 10_000
 
 
 def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):

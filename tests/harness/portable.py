@@ -18,6 +18,7 @@ OTHERS = {
         "test_an_open_checkpoint_leaves_no_descriptors",
         "test_a_forked_child_opens_its_own_shards",
     ),
+    "reads a manifest in twice its bytes": ("test_the_core_takes_no_more_than_twice_the_file",),
     "has several engines": ("test_a_load_gives_its_report",),
     "reads several blocks of an object by one request": (
         "test_small_ranges_are_read_together_and_large_ones_in_parts",

@@ -95,16 +95,17 @@ fn manifests(c: &mut Criterion) {
             .map(|(spec, &(shard, offset))| {
                 let bytes = spec.bytes().expect("a size");
                 let extents = fastckpt_core::format::geometry::extent_count(offset, bytes, plan.block_size);
-                manifest::TensorEntry {
-                    name: spec.name,
+                let entry = manifest::Unpacked {
+                    name: spec.name.as_str().into(),
                     dtype: spec.dtype,
-                    shape: spec.shape,
+                    shape: spec.shape.clone(),
                     shard,
                     offset,
-                    crc: hex.repeat(extents as usize),
-                    crc64xz: hex.clone(),
+                    crc: hex.repeat(extents as usize).as_str().into(),
+                    crc64xz: hex.as_str().into(),
                     logical: None,
-                }
+                };
+                entry.into()
             })
             .collect(),
         structure: RawValue::from_string("[null]".to_owned()).expect("JSON"),
@@ -115,7 +116,7 @@ fn manifests(c: &mut Criterion) {
     let mut group = c.benchmark_group("manifest");
     group.throughput(Throughput::Elements(COUNT));
     group.bench_function("encode", |b| b.iter(|| manifest::encode(black_box(&body))));
-    group.bench_function("decode", |b| b.iter(|| decode::decode(black_box(bytes.clone()), Path::new("m"))));
+    group.bench_function("decode", |b| b.iter(|| decode::decode(black_box((&bytes).into()), Path::new("m"))));
     group.finish();
 }
 

@@ -219,8 +219,9 @@ fn a_call_that_fills_is_for_one_file() {
     write(&path, &sizes, &pulled(&sizes, &fill), 2 * MIB as u64, &options(Io::Auto, 2, &memory)).unwrap();
     let checkpoint = Checkpoint::open(&path).unwrap();
     let tensors = &checkpoint.body().tensors;
-    let shard =
-        |range: &Asked| tensors.iter().find(|entry| entry.name == format!("t.{}", range.0)).unwrap().shard;
+    let shard = |range: &Asked| {
+        tensors.iter().find(|entry| entry.name() == format!("t.{}", range.0)).unwrap().shard()
+    };
     let calls = taken(&calls);
     assert!(calls.len() >= 3, "{calls:?}");
     assert!(calls.iter().all(|call| call.iter().all(|range| shard(range) == shard(&call[0]))), "{calls:?}");

@@ -272,8 +272,8 @@ fn every_damaged_range_is_reported() {
     let path = parent.path().join("c");
     save_all(&path, &tensors(4), &Options::default()).unwrap();
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let tensor = checkpoint.body().tensors.iter().find(|tensor| tensor.name == "layer.7").unwrap();
-    let file = path.join(&checkpoint.body().shards[tensor.shard].file);
+    let tensor = checkpoint.body().tensors.iter().find(|tensor| tensor.name() == "layer.7").unwrap();
+    let file = path.join(&checkpoint.body().shards[tensor.shard()].file);
     let mut bytes = fs::read(&file).unwrap();
     for at in [tensor.offset + 10, tensor.offset + (11 << 20)] {
         bytes[at as usize] ^= 1;

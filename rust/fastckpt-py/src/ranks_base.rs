@@ -91,7 +91,7 @@ impl RankBase {
     }
 
     fn know(&self, py: Python<'_>, path: PathBuf, manifest: PyBackedBytes) -> PyResult<()> {
-        self.detached(py, |core| core.know(&path, manifest.to_vec()))
+        self.detached(py, |core| core.know(&path, &manifest))
     }
 
     fn compare<'py>(&self, py: Python<'py>, tick: Option<Py<PyAny>>) -> PyResult<Bound<'py, PyBytes>> {

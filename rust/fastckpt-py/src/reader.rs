@@ -164,8 +164,7 @@ impl Reader {
         manifest: Option<PyBackedBytes>,
         files: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
-        let manifest = manifest.map(|manifest| manifest.to_vec());
-        let checkpoint = py.detach(|| match (files, manifest) {
+        let checkpoint = py.detach(|| match (files, manifest.as_deref()) {
             (Some(files), known) => Checkpoint::open_stored(&path, Arc::new(StoredFiles(files)), known),
             (None, Some(manifest)) => Checkpoint::open_known(&path, manifest, keep),
             (None, None) if keep => Checkpoint::open_and_keep(&path),
@@ -181,15 +180,15 @@ impl Reader {
 
     fn tensors(&self, py: Python<'_>) -> PyResult<Vec<Py<StoredTensor>>> {
         let one = |tensor: &TensorEntry| {
-            let logical = tensor.logical.as_ref().map(|logical| {
-                let shape = PyTuple::new(py, &logical.shape)?.unbind();
-                Py::new(py, LogicalType { dtype: PyString::new(py, &logical.dtype).unbind(), shape })
+            let logical = tensor.logical().map(|(dtype, shape)| {
+                let shape = PyTuple::new(py, shape)?.unbind();
+                Py::new(py, LogicalType { dtype: PyString::new(py, dtype).unbind(), shape })
             });
             let stored = StoredTensor {
-                name: PyString::new(py, &tensor.name).unbind(),
+                name: PyString::new(py, tensor.name()).unbind(),
                 dtype: PyString::new(py, &tensor.dtype.to_string()).unbind(),
-                shape: PyTuple::new(py, &tensor.shape)?.unbind(),
-                shard: number(py, tensor.shard as u64),
+                shape: PyTuple::new(py, tensor.shape())?.unbind(),
+                shard: number(py, tensor.shard() as u64),
                 offset: number(py, tensor.offset),
                 nbytes: number(py, tensor.bytes()),
                 logical: logical.transpose()?.map_or_else(|| py.None(), Py::into_any),
@@ -315,9 +314,8 @@ impl Reader {
             let entry = self.checkpoint.body().tensors.get(index);
             let entry =
                 entry.ok_or_else(|| PyIndexError::new_err(format!("save: there is no tensor {index}")))?;
-            let (dtype, shape, logical) = (entry.dtype, entry.shape.clone(), entry.logical.as_ref());
-            let logical = logical.map(|logical| (logical.dtype.clone(), logical.shape.clone()));
-            specs.push(TensorSpec { name, dtype, shape, logical });
+            let logical = entry.logical().map(|(dtype, shape)| (dtype.to_owned(), shape));
+            specs.push(TensorSpec { name, dtype: entry.dtype, shape: entry.shape(), logical });
             contents.push(Content::Pull(Pull { fill: Arc::clone(&fill), index }));
         }
         let report = py.detach(|| {

@@ -144,10 +144,10 @@ impl Share {
     ) -> PyResult<Self> {
         let body = reader.checkpoint.body();
         let tensor = |entry: &fastckpt_core::format::manifest::TensorEntry| share::Tensor {
-            name: entry.name.clone(),
+            name: entry.name().to_owned(),
             stored: entry.bytes(),
-            shape: entry.logical.as_ref().map_or(&entry.shape, |logical| &logical.shape).clone(),
-            shard: entry.shard,
+            shape: entry.logical_shape(),
+            shard: entry.shard(),
             offset: entry.offset,
             spreads: Vec::new(),
         };

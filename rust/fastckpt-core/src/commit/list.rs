@@ -111,7 +111,7 @@ fn head(directory: BorrowedFd<'_>, path: &Path) -> Result<Head> {
     let mut bytes = vec![0; len as usize];
     let read = read_at(fd.as_fd(), &mut bytes, 0).map_err(Error::io("read", &path))?;
     bytes.truncate(read);
-    decode::decode_head(bytes, &path)
+    decode::decode_head(&bytes, &path)
 }
 
 /// The first shard that is missing or has the wrong length.

@@ -1,25 +1,29 @@
 //! Reads a manifest without trusting it: version, checksum, JSON, and the rules beyond its types (`docs/format.md`, 3).
 
+use std::borrow::Cow;
 use std::collections::HashSet;
+use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::Deserializer;
 
 use crate::error::{Error, Result};
 
 use crate::format::checksum::{self, HEX};
+use crate::format::frugal::{Frugal, quoted};
 use crate::format::geometry::{self, PAGE};
 use crate::format::groups::{RESERVED_NAME, TRAINING, plain_name};
-use crate::format::layout;
 use crate::format::limits::{MAX_BLOCK, MAX_HEADER, MAX_SHARDS};
 use crate::format::manifest::{self, Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
-/// Reads and checks the bytes of a manifest. `path` is for messages.
-pub fn decode(bytes: Vec<u8>, path: &Path) -> Result<Body> {
-    let body = parse(bytes, path)?;
+/// Reads and checks the bytes of a manifest, which are dropped before the check. `path` is for messages.
+pub fn decode(bytes: Cow<'_, [u8]>, path: &Path) -> Result<Body> {
+    let body = parse(&bytes, path)?;
+    drop(bytes);
     check(&body).map_err(|what| Error::corrupt(path, what))?;
     Ok(body)
 }
@@ -35,14 +39,14 @@ pub struct Head {
 }
 
 /// Reads the head of a manifest. Checks its checksum and its shards, but not its tensors.
-pub fn decode_head(bytes: Vec<u8>, path: &Path) -> Result<Head> {
+pub fn decode_head(bytes: &[u8], path: &Path) -> Result<Head> {
     let head: Head = parse(bytes, path)?;
     head.shards.iter().try_for_each(check_shard).map_err(|what| Error::corrupt(path, what))?;
     Ok(head)
 }
 
 /// Checks version and checksum, and parses the rest as JSON.
-fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
+fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T> {
     let corrupt = |what: String| Error::corrupt(path, what);
     let rest = bytes
         .strip_prefix(MAGIC)
@@ -81,11 +85,11 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
         }
         Some(_) => {}
     }
-    // The parser sees the object that the prefix opened: a brace replaces the newline before the body.
-    let begin = bytes.len() - body.len() - 1;
-    bytes[begin] = b'{';
-    let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
-    serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
+    // The prefix opened the object, and to the parser its members are two that are unknown.
+    let text = std::str::from_utf8(bytes).map_err(|error| corrupt(error.to_string()))?;
+    let mut json = Deserializer::from_str(text);
+    let parsed = T::deserialize(Frugal(&mut json)).and_then(|parsed| json.end().map(|()| parsed));
+    parsed.map_err(|error| corrupt(error.to_string()))
 }
 
 /// The remedy for a newer checkpoint.
@@ -122,15 +126,12 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
             return Err(format!("shard `{}` is named twice", shard.file));
         }
     }
-    let mut names = HashSet::with_capacity(body.tensors.len());
+    check_names(&body.tensors)?;
     let mut ranges: Vec<Vec<(u64, u64)>> = vec![Vec::new(); body.shards.len()];
     for tensor in &body.tensors {
-        let name = &tensor.name;
-        if name == RESERVED_NAME || !names.insert(name.as_str()) {
-            return Err(format!("tensor name `{name}` appears twice or is reserved"));
-        }
-        let (from, to) = check_tensor(tensor, body).map_err(|what| format!("tensor `{name}`: {what}"))?;
-        ranges[tensor.shard].push((from, to));
+        let checked = check_tensor(tensor, body);
+        let (from, to) = checked.map_err(|what| format!("tensor `{}`: {what}", quoted(tensor.name())))?;
+        ranges[tensor.shard()].push((from, to));
     }
     for (shard, mut ranges) in body.shards.iter().zip(ranges) {
         ranges.sort_unstable();
@@ -149,13 +150,25 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     Ok(())
 }
 
+/// Checks whether all tensors have names, and each one of its own. Their hashes take less memory than a set of them.
+fn check_names(tensors: &[TensorEntry]) -> std::result::Result<(), String> {
+    let (hasher, name) = (RandomState::new(), |index: usize| tensors[index].name());
+    let mut order: Vec<_> = (0..tensors.len()).map(|index| (hasher.hash_one(name(index)), index)).collect();
+    order.sort_unstable_by(|one, other| one.0.cmp(&other.0).then_with(|| name(one.1).cmp(name(other.1))));
+    let twice = order.windows(2).find(|two| two[0].0 == two[1].0 && name(two[0].1) == name(two[1].1));
+    let mut reserved = (0..tensors.len()).filter(|&index| name(index) == RESERVED_NAME);
+    let wrong = twice.map(|two| two[0].1).or_else(|| reserved.next());
+    let refused = |index| format!("tensor name `{}` appears twice or is reserved", quoted(name(index)));
+    wrong.map_or(Ok(()), |index| Err(refused(index)))
+}
+
 /// Whether a shard's own fields are possible.
 fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
     let file = &shard.file;
     if !plain_name(file).is_some_and(|plain| plain.ends_with(".safetensors")) {
         return Err(format!(
             "shard name `{}` is not a plain file name, nor one in `{TRAINING}`",
-            file.escape_debug()
+            quoted(file).escape_debug()
         ));
     }
     if shard.bytes > i64::MAX as u64 || !(10..=shard.bytes.min(MAX_HEADER + 8)).contains(&shard.data_offset) {
@@ -169,25 +182,26 @@ fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
 
 /// Checks whether a tensor's own fields are possible, and returns its byte range in the file.
 fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, u64), String> {
-    let shard = body.shards.get(tensor.shard).ok_or("its shard does not exist")?;
-    let bytes = layout::byte_size(tensor.dtype, &tensor.shape).ok_or("impossible shape")?;
+    let shard = body.shards.get(tensor.shard()).ok_or("its shard does not exist")?;
+    let bytes = tensor.checked_bytes().ok_or("impossible shape")?;
     let end = tensor.offset.checked_add(bytes).filter(|&end| end <= shard.bytes);
     let end = end.ok_or_else(|| format!("it ends beyond shard `{}`", shard.file))?;
-    if tensor.name.strip_prefix(&shard.prefix).is_none_or(|name| name == RESERVED_NAME) {
+    if tensor.name().strip_prefix(&shard.prefix).is_none_or(|name| name == RESERVED_NAME) {
         return Err(format!("its name does not belong in shard `{}`", shard.file));
     }
     if tensor.offset < shard.data_offset {
         return Err(format!("it begins inside the header of shard `{}`", shard.file));
     }
-    if tensor.logical.is_some() && (tensor.dtype != Dtype::U8 || tensor.shape.len() != 1) {
+    let logical = tensor.logical();
+    if logical.is_some() && (tensor.dtype != Dtype::U8 || tensor.shape().len() != 1) {
         return Err("only a vector of bytes can stand for another type".to_owned());
     }
-    if tensor.logical.as_ref().is_some_and(|t| !t.dtype.bytes().all(|byte| byte.is_ascii_graphic())) {
+    if logical.is_some_and(|(dtype, _)| !dtype.bytes().all(|byte| byte.is_ascii_graphic())) {
         return Err("the name of its logical dtype is not printable ASCII".to_owned());
     }
     let extents = geometry::extent_count(tensor.offset, bytes, body.block_size);
-    let digits = tensor.crc.bytes().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
-    if extents.checked_mul(HEX as u64) != Some(tensor.crc.len() as u64) || !digits {
+    let digits = tensor.crc().bytes().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
+    if extents.checked_mul(HEX as u64) != Some(tensor.crc().len() as u64) || !digits {
         return Err(format!("it needs the checksums of {extents} extents"));
     }
     Ok((tensor.offset, end))
@@ -199,12 +213,19 @@ mod tests {
 
     use super::*;
     use crate::format::manifest::tests::body;
-    use crate::format::manifest::{FILE, Logical, encode};
+    use crate::format::manifest::{FILE, Logical, Unpacked, encode};
 
     fn refusal(change: impl FnOnce(&mut Body)) -> String {
         let mut body = body();
         change(&mut body);
-        decode(encode(&body).unwrap(), Path::new(FILE)).unwrap_err().to_string()
+        decode(encode(&body).unwrap().into(), Path::new(FILE)).unwrap_err().to_string()
+    }
+
+    fn tensor(body: &mut Body, change: fn(&mut Unpacked<'_>)) {
+        let entry = body.tensors.remove(0);
+        let mut tensor = entry.unpacked();
+        change(&mut tensor);
+        body.tensors.insert(0, tensor.into());
     }
 
     #[test]
@@ -227,32 +248,35 @@ mod tests {
             ("impossible sizes", |b| b.shards[0].data_offset = 9),
             ("no checksum", |b| b.shards[0].crc = "xyz".to_owned()),
             ("twice", |b| b.tensors.push(b.tensors[0].clone())),
-            ("reserved", |b| b.tensors[0].name = RESERVED_NAME.to_owned()),
-            ("does not exist", |b| b.tensors[0].shard = 1),
-            ("beyond", |b| b.tensors[0].shape = vec![3]),
+            ("reserved", |b| tensor(b, |t| t.name = RESERVED_NAME.into())),
+            ("does not exist", |b| tensor(b, |t| t.shard = 1)),
+            ("does not exist", |b| tensor(b, |t| t.shard = 1 << 32)),
+            ("beyond", |b| tensor(b, |t| t.shape = vec![3])),
             ("beyond", |b| b.tensors[0].offset = u64::MAX),
-            ("impossible shape", |b| b.tensors[0].shape = vec![1 << 62, 4]),
-            ("at most 64", |b| b.tensors[0].shape = vec![1; 65]),
+            ("impossible shape", |b| tensor(b, |t| t.shape = vec![1 << 62, 4])),
+            ("at most 64", |b| tensor(b, |t| t.shape = vec![1; 65])),
             ("does not belong", |b| b.shards[0].prefix = "model.".to_owned()),
             ("does not belong", |b| {
                 b.shards[0].prefix = "a.".to_owned();
-                b.tensors[0].name = "a.__metadata__".to_owned();
+                tensor(b, |t| t.name = "a.__metadata__".into());
             }),
             ("header", |b| b.tensors[0].offset = 4092),
             ("hole", |b| {
                 b.tensors[0].offset = 4100;
-                b.tensors[0].shape = vec![1];
+                tensor(b, |t| t.shape = vec![1]);
             }),
-            ("end at byte", |b| b.tensors[0].shape = vec![1]),
-            ("checksums", |b| b.tensors[0].crc = String::new()),
-            ("checksums", |b| b.tensors[0].crc = "Z".repeat(16)),
+            ("end at byte", |b| tensor(b, |t| t.shape = vec![1])),
+            ("checksums", |b| tensor(b, |t| t.crc = "".into())),
+            ("checksums", |b| tensor(b, |t| t.crc = "ZZZZZZZZZZZZZZZZ".into())),
             ("vector of bytes", |b| {
-                b.tensors[0].logical = Some(Logical { dtype: "torch.bits8".to_owned(), shape: vec![8] });
+                tensor(b, |t| t.logical = Some(Logical { dtype: "torch.bits8".into(), shape: vec![8] }));
             }),
             ("logical dtype", |b| {
                 b.tensors[0].dtype = Dtype::U8;
-                b.tensors[0].shape = vec![8];
-                b.tensors[0].logical = Some(Logical { dtype: "torch.\x1b[2J".to_owned(), shape: vec![8] });
+                tensor(b, |t| {
+                    t.shape = vec![8];
+                    t.logical = Some(Logical { dtype: "torch.\x1b[2J".into(), shape: vec![8] });
+                });
             }),
             ("object", |b| b.structure = RawValue::from_string("[{}]".to_owned()).unwrap()),
             ("deeper", |b| b.metadata = RawValue::from_string("[[[[]]]]".to_owned()).unwrap()),
@@ -272,11 +296,12 @@ mod tests {
             assert!(refusal.contains(word), "{word}: {refusal}");
         }
         let overlap = refusal(|b| {
-            let mut second = b.tensors[0].clone();
-            second.name = "b".to_owned();
-            second.offset += 4;
-            second.shape = vec![1];
-            b.tensors.push(second);
+            b.tensors.push(b.tensors[0].clone());
+            tensor(b, |t| {
+                t.name = "b".into();
+                t.offset += 4;
+                t.shape = vec![1];
+            });
         });
         assert!(overlap.contains("overlap"), "{overlap}");
     }

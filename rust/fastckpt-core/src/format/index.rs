@@ -13,10 +13,10 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let is_model = |shard: &ShardEntry| !shard.file.contains('/');
     let shards = body.shards.iter().filter(|shard| is_model(shard));
     let total: u64 = shards.map(|shard| shard.bytes - shard.data_offset).sum();
-    let entries = body.tensors.iter().map(|tensor| (tensor, &body.shards[tensor.shard]));
+    let entries = body.tensors.iter().map(|tensor| (tensor, &body.shards[tensor.shard()]));
     let weight_map: BTreeMap<&str, &str> = entries
         .filter(|(_, shard)| is_model(shard))
-        .map(|(tensor, shard)| (&tensor.name[shard.prefix.len()..], shard.file.as_str()))
+        .map(|(tensor, shard)| (&tensor.name()[shard.prefix.len()..], shard.file.as_str()))
         .collect();
     let index = serde_json::json!({
         "metadata": {"total_size": total},

@@ -42,7 +42,7 @@ impl TensorSpec {
     /// Its size in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
     #[must_use]
     pub fn bytes(&self) -> Option<u64> {
-        byte_size(self.dtype, &self.shape)
+        byte_size(self.dtype, self.shape.iter().copied())
     }
 
     /// The alignment it wants, which divides its size: the bytes of an element. For a tensor stored as bytes, whose
@@ -59,13 +59,13 @@ impl TensorSpec {
 
 /// The size of a tensor in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
 #[must_use]
-pub fn byte_size(dtype: Dtype, shape: &[u64]) -> Option<u64> {
+pub fn byte_size(dtype: Dtype, shape: impl Iterator<Item = u64>) -> Option<u64> {
     // A zero anywhere makes the tensor empty, however large the product of the other sizes.
-    if shape.contains(&0) {
-        return Some(0);
+    let (mut elements, mut empty) = (Some(1u64), false);
+    for size in shape {
+        (elements, empty) = (elements.and_then(|all| all.checked_mul(size)), empty || size == 0);
     }
-    let elements = shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size))?;
-    let bits = elements.checked_mul(dtype.bitsize() as u64)?;
+    let bits = if empty { 0 } else { elements?.checked_mul(dtype.bitsize() as u64)? };
     (bits.is_multiple_of(8) && i64::try_from(bits / 8).is_ok()).then_some(bits / 8)
 }
 

@@ -3,17 +3,17 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use safetensors::Dtype;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, HEX};
-use crate::format::geometry::{self, Placement};
-use crate::format::layout::{self, Plan, TensorSpec};
+pub use crate::format::entry::{Logical, TensorEntry, Unpacked};
+use crate::format::geometry;
+use crate::format::layout::{Plan, TensorSpec};
 pub use crate::format::limits::MAX_BYTES;
-use crate::format::limits::{MAX_DIMENSIONS, MAX_OPTIONS, MAX_SHARDS, MAX_TENSORS};
+use crate::format::limits::{MAX_OPTIONS, MAX_SHARDS, MAX_TENSORS};
 
 /// The file's name.
 pub const FILE: &str = "fastckpt.json";
@@ -127,72 +127,6 @@ pub struct ShardEntry {
     pub header_crc: String,
     /// CRC of the whole file.
     pub crc: String,
-}
-
-/// A tensor in the manifest.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct TensorEntry {
-    /// Its name. The shard's header has it without the shard's prefix.
-    pub name: String,
-    /// Stored dtype.
-    pub dtype: Dtype,
-    /// Stored shape.
-    #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
-    pub shape: Vec<u64>,
-    /// Index of its shard.
-    pub shard: usize,
-    /// First byte in the file.
-    pub offset: u64,
-    /// CRCs of its extents, 16 digits each.
-    pub crc: String,
-    /// CRC-64/XZ of all its bytes; empty if it was not taken.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub crc64xz: String,
-    /// Logical dtype and shape, if they differ from the stored ones.
-    #[serde(rename = "as", default, skip_serializing_if = "Option::is_none")]
-    pub logical: Option<Logical>,
-}
-
-/// The type of a tensor that safetensors cannot name.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Logical {
-    /// Its dtype, `torch.complex128` or `numpy.>f8`.
-    pub dtype: String,
-    /// Its shape.
-    #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
-    pub shape: Vec<u64>,
-}
-
-impl TensorEntry {
-    /// Its size in bytes, which was checked when the manifest was read.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        layout::byte_size(self.dtype, &self.shape).unwrap_or(0)
-    }
-
-    /// Its place, as tensor number `tensor`.
-    #[must_use]
-    pub fn placement(&self, tensor: usize) -> Placement {
-        Placement { tensor, offset: self.offset, bytes: self.bytes() }
-    }
-
-    /// The CRC of extent `index`.
-    #[must_use]
-    pub fn extent_crc(&self, index: u64) -> Option<u64> {
-        let at = usize::try_from(index).ok()?.checked_mul(HEX)?;
-        checksum::from_hex(self.crc.as_bytes().get(at..at.checked_add(HEX)?)?)
-    }
-
-    /// The CRC of all its bytes. It does not depend on their addresses.
-    #[must_use]
-    pub fn whole_crc(&self, block_size: u64) -> Option<u64> {
-        let placement = self.placement(0);
-        let first = geometry::down(self.offset, block_size);
-        (0..geometry::extent_count(self.offset, placement.bytes, block_size)).try_fold(0, |crc, index| {
-            let extent = geometry::extent(&placement, first + index * block_size, block_size)?;
-            Some(checksum::combine(crc, self.extent_crc(index)?, extent.len))
-        })
-    }
 }
 
 /// A member that is present, even if it is `null`: that is not an array of tokens, and is refused as such.
@@ -309,136 +243,4 @@ impl std::io::Write for Count {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use std::path::Path;
-
-    use super::*;
-    use crate::format::decode::decode;
-
-    /// A manifest of one tensor.
-    pub(in crate::format) fn body() -> Body {
-        let raw = |text: &str| RawValue::from_string(text.to_owned()).unwrap();
-        Body {
-            min_reader: 0,
-            writer: Writer { name: "fastckpt".to_owned(), version: "0.1.0".to_owned() },
-            created: 1.5,
-            saved: Saved {
-                engine: "uring".to_owned(),
-                fallback: None,
-                threads: 2,
-                seconds: 0.25,
-                gigabytes_per_second: 1.0,
-                options: Vec::new(),
-                files: Vec::new(),
-            },
-            block_size: 4096,
-            shards: vec![ShardEntry {
-                file: "model.safetensors".to_owned(),
-                prefix: String::new(),
-                bytes: 4096 + 8,
-                data_offset: 4096,
-                header_crc: checksum::to_hex(1),
-                crc: checksum::to_hex(2),
-            }],
-            tensors: vec![TensorEntry {
-                name: "a".to_owned(),
-                dtype: Dtype::F32,
-                shape: vec![2],
-                shard: 0,
-                offset: 4096,
-                crc: checksum::to_hex(3),
-                crc64xz: String::new(),
-                logical: None,
-            }],
-            structure: raw(r#"[["dict",1],"a",["tensor",0]]"#),
-            metadata: raw("[null]"),
-            per_rank: None,
-        }
-    }
-
-    #[test]
-    fn what_is_written_is_read() {
-        let bytes = encode(&body()).unwrap();
-        assert_eq!(&bytes[43..46], b"\",\n", "the prefix has 46 bytes");
-        serde_json::from_slice::<serde_json::Value>(&bytes).unwrap();
-        let read = decode(bytes.clone(), Path::new(FILE)).unwrap();
-        assert_eq!(read.structure.get(), body().structure.get());
-        assert_eq!(read.tensors[0].extent_crc(0), Some(3));
-        assert_eq!(read.tensors[0].extent_crc(1), None);
-        assert!(read.per_rank.is_none() && !String::from_utf8(bytes).unwrap().contains("per_rank"));
-    }
-
-    #[test]
-    fn what_each_rank_has_for_itself_is_read_as_it_was_written() {
-        let text = r#"[["list",2],7,["tensor",0]]"#;
-        let per_rank = Some(RawValue::from_string(text.to_owned()).unwrap());
-        let bytes = encode(&Body { per_rank, ..body() }).unwrap();
-        assert_eq!(decode(bytes, Path::new(FILE)).unwrap().per_rank.unwrap().get(), text);
-    }
-
-    #[test]
-    fn the_crc_of_a_tensor_does_not_depend_on_its_blocks() {
-        let data: Vec<u8> = (0..=255).cycle().take(10_000).collect();
-        for (offset, block_size) in [(4096, 4096), (100, 4096), (4095, 4096), (8192, 1 << 20), (1, 1 << 20)] {
-            let mut entry =
-                TensorEntry { dtype: Dtype::U8, shape: vec![10_000], offset, ..body().tensors.remove(0) };
-            let place = entry.placement(0);
-            let blocks = (0..=place.end() / block_size).map(|block| block * block_size);
-            let extents = blocks.filter_map(|block| geometry::extent(&place, block, block_size));
-            let crc = |e: geometry::Extent| checksum::of(&data[e.start as usize..(e.start + e.len) as usize]);
-            entry.crc = extents.map(|extent| checksum::to_hex(crc(extent))).collect();
-            assert_eq!(entry.whole_crc(block_size), Some(checksum::of(&data)));
-            entry.crc.truncate(HEX * usize::from(offset + 10_000 > block_size));
-            let cut = entry.whole_crc(block_size);
-            assert!(cut.is_none(), "{cut:?}: an extent without a checksum");
-        }
-    }
-
-    #[test]
-    fn every_flipped_bit_is_noticed() {
-        let bytes = encode(&body()).unwrap();
-        for at in 0..bytes.len() {
-            for bit in 0..8 {
-                let mut bad = bytes.clone();
-                bad[at] ^= 1 << bit;
-                assert!(decode(bad, Path::new(FILE)).is_err(), "bit {bit} of byte {at}");
-            }
-        }
-    }
-
-    #[test]
-    fn another_version_is_told_apart_from_damage() {
-        let bytes = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen(":1,", ":12,", 1);
-        let error = decode(bytes.into_bytes(), Path::new(FILE)).unwrap_err();
-        assert!(matches!(error, Error::Version { why, .. } if why.contains("version 12,")));
-        assert!(matches!(decode(b"{\"fastckpt\":".to_vec(), Path::new(FILE)), Err(Error::Corrupt { .. })));
-    }
-
-    #[test]
-    fn a_manifest_says_which_reader_it_needs() {
-        let needs = |min_reader| decode(encode(&Body { min_reader, ..body() }).unwrap(), Path::new(FILE));
-        assert!(needs(MINOR).is_ok());
-        let error = needs(MINOR + 1).unwrap_err();
-        assert!(matches!(&error, Error::Version { .. }), "{error}");
-        assert!(error.to_string().contains("needs a reader of format version 1.1"), "{error}");
-        let error = decode(forged("\"min_reader\":0,", ""), Path::new(FILE)).unwrap_err();
-        assert!(error.to_string().contains("before format version 1 was released"), "{error}");
-        let error = decode(forged("\"min_reader\":0,", "\"min_reader\":-1,"), Path::new(FILE)).unwrap_err();
-        assert!(matches!(&error, Error::Corrupt { .. }), "{error}");
-    }
-
-    /// The manifest with something in its place, under a checksum that fits.
-    fn forged(from: &str, to: &str) -> Vec<u8> {
-        let text = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen(from, to, 1);
-        let rest = text.split_once('\n').unwrap().1;
-        let crc = checksum::to_hex(checksum::of(rest.as_bytes()));
-        format!("{{\"fastckpt\":1,\"crc64nvme\":\"{crc}\",\n{rest}").into_bytes()
-    }
-
-    #[test]
-    fn depth_bombs_in_unknown_members_are_harmless() {
-        let deep = format!("\"bomb\":{}{},\"writer\"", "[".repeat(500_000), "]".repeat(500_000));
-        let outcome = decode(forged("\"writer\"", &deep), Path::new(FILE));
-        assert!(matches!(outcome, Ok(_) | Err(Error::Corrupt { .. })));
-    }
-}
+pub(super) mod tests;

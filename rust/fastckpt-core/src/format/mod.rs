@@ -3,7 +3,9 @@
 
 pub mod checksum;
 pub mod decode;
+pub mod entry;
 pub mod families;
+mod frugal;
 pub mod geometry;
 pub mod groups;
 pub mod index;

@@ -100,8 +100,8 @@ impl RankBase {
     }
 
     /// For all others: takes the manifest of the base at `path`.
-    pub fn know(&self, path: &Path, manifest: Vec<u8>) -> Result<()> {
-        self.set(Base::Told(Box::new(decode::decode(manifest, path)?)))
+    pub fn know(&self, path: &Path, manifest: &[u8]) -> Result<()> {
+        self.set(Base::Told(Box::new(decode::decode(manifest.into(), path)?)))
     }
 
     /// Sums this rank's part of the base's tensors.

@@ -45,7 +45,7 @@ pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Re
         .iter()
         .enumerate()
         .filter(|(_, tensor)| tensor.bytes() > 0)
-        .map(|(index, tensor)| (tensor.shard, tensor.offset, index))
+        .map(|(index, tensor)| (tensor.shard(), tensor.offset, index))
         .collect();
     places.sort_unstable();
     let sum = |piece: Piece| {
@@ -99,7 +99,7 @@ impl RankLoad {
             share,
             &incoming,
             move |shard| files.body().shards[shard].file.clone(),
-            move |tensor| tensors.body().tensors[tensor].name.clone(),
+            move |tensor| tensors.body().tensors[tensor].name().to_owned(),
         );
         let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
         // No relay is filled before all messages of earlier phases but one, that of what it is filled with, were sent.
@@ -232,7 +232,7 @@ impl RankLoad {
             report.phases.push(("exchange", (seconds - before).max(0.0)));
         }
         let piece = |sum: Sum| {
-            let shard = self.checkpoint.body().tensors[sum.tensor].shard as u32;
+            let shard = self.checkpoint.body().tensors[sum.tensor].shard() as u32;
             Piece { shard, start: sum.offset, len: sum.len, sum: Pair { crc: sum.crc, xz: 0 } }
         };
         Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })

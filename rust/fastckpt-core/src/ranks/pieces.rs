@@ -55,8 +55,8 @@ pub(super) fn whole_shard(shard: &Shard, block_size: u64, sums: &[Vec<Pair>]) ->
 pub(super) fn entry(tensor: &TensorSpec, place: (usize, u64), block_size: u64, sums: &[Pair]) -> TensorEntry {
     let placement = Placement { tensor: 0, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
     let xz = whole_xz(placement, block_size, sums.iter().map(|sum| sum.xz));
-    let crc = sums.iter().map(|sum| checksum::to_hex(sum.crc)).collect();
-    TensorEntry { crc64xz: checksum::to_hex(xz), ..tensor_entry(tensor, place, crc) }
+    let crc: String = sums.iter().map(|sum| checksum::to_hex(sum.crc)).collect();
+    tensor_entry(tensor, place, (&crc, &checksum::to_hex(xz)))
 }
 
 #[cfg(test)]

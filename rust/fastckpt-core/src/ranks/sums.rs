@@ -70,7 +70,7 @@ impl Sums {
             let xz = checksum::to_hex(found.xz ^ Pair::zeros(placement.bytes).xz);
             if !found.changed
                 && found.bytes == placement.bytes
-                && xz == entry.crc64xz
+                && xz == entry.crc64xz()
                 && found.extents.iter().all(is_right)
             {
                 same[tensor] = Some(index);

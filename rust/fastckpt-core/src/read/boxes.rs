@@ -29,9 +29,8 @@ impl Along {
 ///
 /// If several elements share a byte, the edges of the box must be at whole bytes.
 pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i64]>) -> Result<Option<Rows>> {
-    let shape = tensor.logical.as_ref().map_or(&tensor.shape, |logical| &logical.shape);
-    rows_of(shape, tensor.bytes(), wanted, strides)
-        .map_err(|why| Error::Invalid(format!("a box of tensor `{}`: {why}", tensor.name)))
+    rows_of(&tensor.logical_shape(), tensor.bytes(), wanted, strides)
+        .map_err(|why| Error::Invalid(format!("a box of tensor `{}`: {why}", tensor.name())))
 }
 
 /// The bytes of an array of `shape` in their own order, as rows in memory: neighbours along each dimension lie `strides`

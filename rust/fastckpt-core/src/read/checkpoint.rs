@@ -1,5 +1,6 @@
 //! An open checkpoint. Reads and checks its manifest, opens its shards, keeps them open, and compares their headers.
 
+use std::borrow::Cow;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -57,19 +58,19 @@ impl Checkpoint {
     /// Opens the checkpoint at `path`, whose manifest, as [`Self::manifest`] returns it, was read by another process. Of
     /// the file only the beginning is read: if it is that of another manifest, the checkpoint was replaced. `keep` as in
     /// [`Self::open_and_keep`].
-    pub fn open_known(path: &Path, manifest: Vec<u8>, keep: bool) -> Result<Self> {
+    pub fn open_known(path: &Path, manifest: &[u8], keep: bool) -> Result<Self> {
         Self::open_settled(path, keep, Some(manifest))
     }
 
     /// Opens the checkpoint in a store, at `url`. With a manifest that is `known`, as [`Self::open_known`] does.
-    pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<Vec<u8>>) -> Result<Self> {
+    pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<&[u8]>) -> Result<Self> {
         let manifest = url.join(manifest::FILE);
-        let begin = known.as_ref().map(|known| known.len().min(SEAL));
+        let begin = known.map(|known| known.len().min(SEAL));
         let found = store.manifest(begin).map_err(Error::io("read", &manifest))?;
-        if known.as_ref().zip(begin).is_some_and(|(known, begin)| found != known[..begin]) {
+        if known.zip(begin).is_some_and(|(known, begin)| found != known[..begin]) {
             return Err(Error::Replaced { path: url.to_path_buf() });
         }
-        Self::decoded(url, Place::Store(store), known.unwrap_or(found), &manifest)
+        Self::decoded(url, Place::Store(store), known.map_or(found.into(), Cow::Borrowed), &manifest)
     }
 
     /// The content of the manifest, read again.
@@ -110,7 +111,7 @@ impl Checkpoint {
         Ok(bytes)
     }
 
-    fn open_settled(path: &Path, keep: bool, mut known: Option<Vec<u8>>) -> Result<Self> {
+    fn open_settled(path: &Path, keep: bool, mut known: Option<&[u8]>) -> Result<Self> {
         let give_up = Instant::now() + REPLACED_WAIT;
         let (mut doubt, given) = (None, known.is_some());
         loop {
@@ -138,7 +139,7 @@ impl Checkpoint {
     }
 
     /// Opens it, with the manifest that is `known`, which is taken.
-    fn open_once(path: &Path, keep: bool, known: &mut Option<Vec<u8>>) -> Result<Self> {
+    fn open_once(path: &Path, keep: bool, known: &mut Option<&[u8]>) -> Result<Self> {
         let replaced = || Error::Replaced { path: path.to_path_buf() };
         let foreign = |why: &str| Error::Foreign { path: path.to_path_buf(), why: why.to_owned() };
         let directory = match commit::open_checkpoint(path) {
@@ -158,13 +159,13 @@ impl Checkpoint {
             }
             other => other.map_err(|error| unreadable(&manifest, error))?,
         };
-        let begin = known.as_ref().map_or(0, |known| known.len().min(SEAL));
+        let begin = known.map_or(0, |known| known.len().min(SEAL));
         let len = if known.is_some() { len.min(begin as u64) } else { len };
         let found = Self::read_manifest(&manifest, &fd, len, replaced)?;
-        if known.as_ref().is_some_and(|known| found != known[..begin]) {
+        if known.is_some_and(|known| found != known[..begin]) {
             return Err(replaced());
         }
-        let bytes = known.take().unwrap_or(found);
+        let bytes = known.take().map_or(found.into(), Cow::Borrowed);
         let mut checkpoint =
             Self::decoded(path, Place::Directory(Directory::new(directory)), bytes, &manifest)?;
         if keep {
@@ -173,7 +174,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    fn decoded(path: &Path, place: Place, bytes: Vec<u8>, manifest: &Path) -> Result<Self> {
+    fn decoded(path: &Path, place: Place, bytes: Cow<'_, [u8]>, manifest: &Path) -> Result<Self> {
         let seal = bytes[..bytes.len().min(SEAL)].to_vec();
         let body = decode::decode(bytes, manifest)?;
         let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();

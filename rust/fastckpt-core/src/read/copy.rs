@@ -17,13 +17,13 @@ impl Checkpoint {
         let entry = entry.ok_or_else(|| Error::Invalid(format!("there is no tensor {tensor}")))?;
         let range = start..start + to.len() as u64;
         if range.end > entry.bytes() {
-            return Err(Error::Invalid(format!("tensor `{}` ends at {}", entry.name, entry.bytes())));
+            return Err(Error::Invalid(format!("tensor `{}` ends at {}", entry.name(), entry.bytes())));
         }
         if range.is_empty() {
             return Ok(());
         }
-        let name = &self.body.shards[entry.shard].file;
-        let shard = self.open_shard(entry.shard, false)?;
+        let name = &self.body.shards[entry.shard()].file;
+        let shard = self.open_shard(entry.shard(), false)?;
         let mut whole = Vec::new();
         for (extent, part) in geometry::extents(entry.placement(tensor), range, self.body.block_size) {
             let to = &mut to[(part.start - start) as usize..(part.end - start) as usize];
@@ -38,7 +38,7 @@ impl Checkpoint {
                     file: name.clone(),
                     offset: extent.offset,
                     len: extent.len,
-                    tensor: Some(entry.name.clone()),
+                    tensor: Some(entry.name().to_owned()),
                     reason: format!(
                         "checksum is {}, expected {}",
                         checksum::to_hex(found),
@@ -77,7 +77,7 @@ mod tests {
         assert!(checkpoint.copy(1, size, &mut [0]).is_err());
         assert!(checkpoint.copy(2, 0, &mut [0]).is_err());
         let entry = &checkpoint.body.tensors[1];
-        let file = path.join(&checkpoint.body.shards[entry.shard].file);
+        let file = path.join(&checkpoint.body.shards[entry.shard()].file);
         let mut content = std::fs::read(&file).unwrap();
         content[(entry.offset + PAGE) as usize] ^= 1;
         std::fs::write(&file, content).unwrap();

@@ -111,7 +111,7 @@ impl<'a> ReadJob<'a> {
             file: shard.file.clone(),
             offset: piece.offset,
             len: piece.len as u64,
-            tensor: Some(self.checkpoint.body.tensors[piece.tensor].name.clone()),
+            tensor: Some(self.checkpoint.body.tensors[piece.tensor].name().to_owned()),
             reason,
         };
         match &self.outcome {

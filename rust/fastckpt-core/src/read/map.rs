@@ -24,9 +24,9 @@ impl Checkpoint {
         let mut maps: Maps = vec![None; self.body.shards.len()];
         for &tensor in tensors {
             let entry = self.body.tensors.get(tensor).ok_or_else(no_such_tensor)?;
-            if entry.bytes() > 0 && maps[entry.shard].is_none() {
-                maps[entry.shard] =
-                    Some(Arc::new(self.map_shard(entry.shard).map_err(|error| self.settle(error))?));
+            if entry.bytes() > 0 && maps[entry.shard()].is_none() {
+                maps[entry.shard()] =
+                    Some(Arc::new(self.map_shard(entry.shard()).map_err(|error| self.settle(error))?));
             }
         }
         Ok(maps)
@@ -75,7 +75,7 @@ impl Checkpoint {
             let entry = self.body.tensors.get(tensor).ok_or_else(no_such_tensor)?;
             let end = entry.bytes();
             if end > 0 {
-                let map = maps.get(entry.shard).and_then(Option::as_ref).ok_or_else(no_such_tensor)?;
+                let map = maps.get(entry.shard()).and_then(Option::as_ref).ok_or_else(no_such_tensor)?;
                 bytes += end;
                 let destination = Destination::Mapped(Arc::clone(map));
                 requests.push(Request { tensor, rows: None, destination });

@@ -139,10 +139,10 @@ impl Checkpoint {
             };
             if wanted != sum.crc {
                 return Err(self.settle(self.raised(Damage {
-                    file: self.body.shards[entry.shard].file.clone(),
+                    file: self.body.shards[entry.shard()].file.clone(),
                     offset: sum.offset,
                     len: sum.len,
-                    tensor: Some(entry.name.clone()),
+                    tensor: Some(entry.name().to_owned()),
                     reason: checksum::differs(sum.crc, wanted),
                 })));
             }

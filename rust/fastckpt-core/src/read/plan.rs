@@ -169,7 +169,7 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     if !requests.iter().all(|request| request.fits(body)) {
         return Err(Error::Invalid("a read request does not fit its tensor or its memory".to_owned()));
     }
-    let place = |tensor: usize| (body.tensors[tensor].shard, body.tensors[tensor].offset, tensor);
+    let place = |tensor: usize| (body.tensors[tensor].shard(), body.tensors[tensor].offset, tensor);
     requests.sort_by_key(|request| place(request.tensor));
     let calls = requests.iter().any(|request| matches!(request.destination, Destination::Push(_)));
     let mut plan = Plan { calls, ..Plan::default() };
@@ -253,7 +253,7 @@ impl Plan {
     /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece, whoever wants it.
     fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.
-        pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
+        pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard(), piece.offset));
         let mut pieces = pieces.into_iter().peekable();
         while let Some(mut piece) = pieces.next() {
             let same = |next: &Piece| whole && (next.tensor, next.offset) == (piece.tensor, piece.offset);
@@ -291,7 +291,7 @@ fn pieces(block: &mut ReadBlock) -> &mut Vec<Piece> {
 /// Adds a piece to the last block, if it belongs to that block and lies close enough, or else to a new one.
 fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
     let (shard, start, end) =
-        (body.tensors[piece.tensor].shard, piece.offset, piece.offset + piece.len as u64);
+        (body.tensors[piece.tensor].shard(), piece.offset, piece.offset + piece.len as u64);
     let block = |offset| geometry::down(offset, body.block_size);
     match blocks.last_mut() {
         Some(last)

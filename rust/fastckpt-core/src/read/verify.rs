@@ -38,7 +38,7 @@ impl Checkpoint {
         let mut readable = vec![true; self.body.shards.len()];
         let mut tensors = vec![Vec::new(); self.body.shards.len()];
         for tensor in &self.body.tensors {
-            tensors[tensor.shard].push(tensor);
+            tensors[tensor.shard()].push(tensor);
         }
         for (index, shard) in self.body.shards.iter().enumerate() {
             match self.open_shard(index, false) {
@@ -60,7 +60,7 @@ impl Checkpoint {
                 Err(error) => return Err(error),
             }
         }
-        let requests = self.body.tensors.iter().enumerate().filter(|(_, tensor)| readable[tensor.shard]);
+        let requests = self.body.tensors.iter().enumerate().filter(|(_, tensor)| readable[tensor.shard()]);
         let requests =
             requests.map(|(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere });
         let plan = plan::plan(&self.body, requests.collect(), true)?;
@@ -89,7 +89,7 @@ impl Checkpoint {
         let mut check = || {
             let begin = Instant::now();
             self.check_headers(&[index], &mut || true)?;
-            let tensors = self.body.tensors.iter().enumerate().filter(|(_, tensor)| tensor.shard == index);
+            let tensors = self.body.tensors.iter().enumerate().filter(|(_, tensor)| tensor.shard() == index);
             let request = |(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere };
             let plan = plan::plan(&self.body, tensors.map(request).collect(), true)?;
             let choice = self.choice(options, self.body.shards[index].bytes)?;
@@ -109,9 +109,9 @@ impl Checkpoint {
         let mut sums: Vec<Option<u64>> =
             self.body.shards.iter().map(|shard| checksum::from_hex(shard.header_crc.as_bytes())).collect();
         let mut order: Vec<_> = self.body.tensors.iter().collect();
-        order.sort_by_key(|tensor| (tensor.shard, tensor.offset));
+        order.sort_by_key(|tensor| (tensor.shard(), tensor.offset));
         for tensor in order {
-            let sum = &mut sums[tensor.shard];
+            let sum = &mut sums[tensor.shard()];
             for (extent, _) in geometry::extents(tensor.placement(0), 0..tensor.bytes(), size) {
                 let crc = tensor.extent_crc(extent.index);
                 *sum = sum.zip(crc).map(|(all, crc)| checksum::combine(all, crc, extent.len));
@@ -140,7 +140,7 @@ fn lost(shard: &ShardEntry, tensors: &[&TensorEntry], reason: &str) -> impl Iter
         file: shard.file.clone(),
         offset: tensor.offset,
         len: tensor.bytes(),
-        tensor: Some(tensor.name.clone()),
+        tensor: Some(tensor.name().to_owned()),
         reason: reason.to_owned(),
     })
 }

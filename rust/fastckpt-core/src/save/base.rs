@@ -209,7 +209,7 @@ impl LinkedShards {
             None => shards.next(),
         };
         let tensor = |(index, &(shard, _)): (usize, &(usize, u64))| match plan.shards[shard].linked {
-            Some(_) => self.tensors[index].clone().map(|entry| TensorEntry { shard, ..entry }),
+            Some(_) => self.tensors[index].clone().map(|entry| entry.in_shard(shard)),
             None => tensors.next(),
         };
         let all = plan.shards.iter().filter_map(shard).collect();
@@ -260,7 +260,7 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
             body.block_size
         ));
     }
-    if !body.tensors.is_empty() && body.tensors.iter().all(|tensor| tensor.crc64xz.is_empty()) {
+    if !body.tensors.is_empty() && body.tensors.iter().all(|tensor| tensor.crc64xz().is_empty()) {
         return Err(format!("`{}` has no second checksums (an older release wrote it)", Visible(&path)));
     }
     Ok(base)
@@ -277,7 +277,7 @@ fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usi
     }
     let mut placements: Vec<Option<Vec<_>>> = base.shards.iter().map(|_| Some(Vec::new())).collect();
     for (entry, own) in base.tensors.iter().zip(&own) {
-        let shard = &mut placements[entry.shard];
+        let shard = &mut placements[entry.shard()];
         match own {
             Some(tensor) => shard.iter_mut().for_each(|all| all.push(entry.placement(*tensor))),
             None => *shard = None,

@@ -123,7 +123,7 @@ impl<'a> Comparison<'a> {
         let Candidate { entry, first, changed, .. } = candidate;
         let xzs = self.xzs[*first..].iter().map(|xz| xz.load(Ordering::Relaxed));
         let xz = whole_xz(entry.placement(0), self.block_size, xzs);
-        !changed.load(Ordering::Relaxed) && checksum::to_hex(xz) == entry.crc64xz
+        !changed.load(Ordering::Relaxed) && checksum::to_hex(xz) == entry.crc64xz()
     }
 }
 
@@ -131,11 +131,11 @@ impl<'a> Comparison<'a> {
 /// there.
 pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, usize)> {
     let known: HashMap<_, _> =
-        base.tensors.iter().enumerate().map(|(index, entry)| (entry.name.as_str(), index)).collect();
+        base.tensors.iter().enumerate().map(|(index, entry)| (entry.name(), index)).collect();
     let counterpart = |(tensor, spec): (usize, &TensorSpec)| {
         let &index = known.get(spec.name.as_str())?;
         let entry = &base.tensors[index];
-        let fits = is_like(spec, entry) && checksum::from_hex(entry.crc64xz.as_bytes()).is_some();
+        let fits = is_like(spec, entry) && checksum::from_hex(entry.crc64xz().as_bytes()).is_some();
         fits.then_some((tensor, index))
     };
     tensors.iter().enumerate().filter_map(counterpart).collect()
@@ -143,7 +143,7 @@ pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, u
 
 /// Whether a tensor has the type and the shape of an entry.
 fn is_like(spec: &TensorSpec, entry: &TensorEntry) -> bool {
-    let logical = entry.logical.as_ref().map(|logical| (&logical.dtype, &logical.shape));
-    (spec.dtype, &spec.shape) == (entry.dtype, &entry.shape)
-        && spec.logical.as_ref().map(|(dtype, shape)| (dtype, shape)) == logical
+    let logical = spec.logical.as_ref();
+    (spec.dtype, &spec.shape) == (entry.dtype, &entry.shape())
+        && logical.map(|(dtype, shape)| (dtype.as_str(), shape.clone())) == entry.logical()
 }

@@ -34,7 +34,7 @@ use crate::format::geometry;
 use crate::format::groups::Group;
 use crate::format::layout::{self, Plan, Sizes, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{self, Body, Saved, TensorEntry, Vouched, Writer};
+use crate::format::manifest::{self, Body, Saved, Vouched, Writer};
 use crate::format::tokens;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation};
@@ -226,8 +226,7 @@ pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], 
     let shards = plan.shards.iter().map(|shard| shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
-        let crc64xz = "0".repeat(16);
-        TensorEntry { crc64xz, ..tensor_entry(tensor, place, "0".repeat(16 * extents as usize)) }
+        tensor_entry(tensor, place, (&"0".repeat(16 * extents as usize), &"0".repeat(16)))
     });
     let mut body = empty_body(0.0, plan.block_size, texts)?;
     body.saved.files =

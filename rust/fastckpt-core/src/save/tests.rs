@@ -9,7 +9,7 @@ use crate::engine::choice::Choice;
 use crate::engine::job::Job as _;
 use crate::format::geometry::PAGE;
 use crate::format::groups;
-use crate::format::manifest::ShardEntry;
+use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::read::Checkpoint;
 
 /// Tensors whose names need escapes, of several extents, and of a dtype that must be named. Also counts the reads.
@@ -248,7 +248,7 @@ fn others_join_a_workspace_and_write_their_part() {
     let joined = Workspace::join(&path, workspace.temporary()).unwrap();
     let theirs = state.write(&joined, &[1]).unwrap();
     let ours = state.write(&workspace, &[0]).unwrap();
-    assert_eq!((theirs.tensors.len(), theirs.tensors[0].shard, ours.tensors[0].shard), (1, 1, 0));
+    assert_eq!((theirs.tensors.len(), theirs.tensors[0].shard(), ours.tensors[0].shard()), (1, 1, 0));
     let body = state.body([ours.shards, theirs.shards].concat(), [ours.tensors, theirs.tensors].concat());
     // A process that joined cannot end it, however it leaves.
     let mut again = Workspace::join(&path, workspace.temporary()).unwrap();

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, Placement};
 use crate::format::layout::{Plan, Shard, TensorSpec};
-use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
+use crate::format::manifest::{Logical, ShardEntry, TensorEntry, Unpacked};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 
@@ -87,10 +87,11 @@ impl<'a> Whole<'a> {
             .filter(|(_, (_, (shard, _)))| self.part.has(*shard));
         let tensors = tensors.map(|(index, (tensor, &place))| {
             let extents = self.first_extent[index]..self.first_extent[index + 1];
-            let crc = self.extent_crcs[extents.clone()].iter().map(|crc| checksum::to_hex(load(crc)));
+            let crc: String =
+                self.extent_crcs[extents.clone()].iter().map(|crc| checksum::to_hex(load(crc))).collect();
             let place_of = Placement { tensor: index, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
             let xz = whole_xz(place_of, plan.block_size, self.extent_xzs[extents].iter().map(load));
-            TensorEntry { crc64xz: checksum::to_hex(xz), ..tensor_entry(tensor, place, crc.collect()) }
+            tensor_entry(tensor, place, (&crc, &checksum::to_hex(xz)))
         });
         (shards.collect(), tensors.collect())
     }
@@ -217,16 +218,17 @@ pub(crate) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
     }
 }
 
-/// The manifest's entry for a tensor.
-pub(crate) fn tensor_entry(tensor: &TensorSpec, (shard, offset): (usize, u64), crc: String) -> TensorEntry {
-    TensorEntry {
-        name: tensor.name.clone(),
-        dtype: tensor.dtype,
-        shape: tensor.shape.clone(),
-        shard,
-        offset,
-        crc,
-        crc64xz: String::new(),
-        logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
-    }
+/// The manifest's entry for a tensor with these checksums: of its extents, and the second one.
+pub(crate) fn tensor_entry(
+    tensor: &TensorSpec,
+    (shard, offset): (usize, u64),
+    (crc, crc64xz): (&str, &str),
+) -> TensorEntry {
+    let (crc, crc64xz) = (crc.into(), crc64xz.into());
+    let TensorSpec { name, dtype, shape, logical } = tensor;
+    let logical = logical.as_ref();
+    let logical =
+        logical.map(|(dtype, shape)| Logical { dtype: dtype.as_str().into(), shape: shape.clone() });
+    let (name, dtype, shape) = (name.as_str().into(), *dtype, shape.clone());
+    Unpacked { name, dtype, shape, shard, offset, crc, crc64xz, logical }.into()
 }

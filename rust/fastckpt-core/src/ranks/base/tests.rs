@@ -47,7 +47,7 @@ fn bases(job: &Job) -> Vec<RankBase> {
 /// What all ranks find of a base, merged as in a tree, by way of bytes.
 fn found(ranks: &[RankBase], path: &Path) -> Sums {
     let manifest = ranks[0].open(path).unwrap().unwrap();
-    ranks[1..].iter().for_each(|rank| rank.know(path, manifest.clone()).unwrap());
+    ranks[1..].iter().for_each(|rank| rank.know(path, &manifest).unwrap());
     let mut all = Sums::default();
     for rank in ranks.iter().rev() {
         let own = rank.compare(&mut |_, _| true).unwrap().encode();
@@ -167,9 +167,9 @@ fn steps_come_in_order() {
     let rank = bases(&job).remove(0);
     assert!(matches!(rank.compare(&mut |_, _| true), Err(Error::Misused(_))));
     let manifest = rank.open(&path).unwrap().unwrap();
-    assert!(matches!(rank.know(&path, manifest), Err(Error::Misused(_))));
+    assert!(matches!(rank.know(&path, &manifest), Err(Error::Misused(_))));
     let other = bases(&job).remove(1);
-    other.know(&path, std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
+    other.know(&path, &std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
     let taken = other.take(&job.path(), true, &Sums::default(), &mut |_, _| true);
     assert!(matches!(taken, Err(Error::Misused(_))));
     // What is not a base is a warning.

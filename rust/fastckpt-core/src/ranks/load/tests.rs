@@ -95,10 +95,10 @@ impl Saved {
     fn share(&self, layout: Layout) -> Share {
         let body = self.checkpoint.body();
         let tensor = |tensor: &crate::format::manifest::TensorEntry| Tensor {
-            name: tensor.name.clone(),
+            name: tensor.name().to_owned(),
             stored: tensor.bytes(),
-            shape: tensor.shape.clone(),
-            shard: tensor.shard,
+            shape: tensor.shape(),
+            shard: tensor.shard(),
             offset: tensor.offset,
             spreads: vec![0],
         };

@@ -50,7 +50,7 @@ fn saved(path: &Path, base: Option<&Path>, fills: &[u8], frozen: &[bool]) -> Rep
     let found = Checkpoint::open(path).unwrap();
     assert_eq!(found.verify(&Options::default(), &mut |_, _| true).unwrap().1, []);
     for (tensor, fill) in found.body().tensors.iter().zip(fills) {
-        let shard = read(path.join(&found.body().shards[tensor.shard].file)).unwrap();
+        let shard = read(path.join(&found.body().shards[tensor.shard()].file)).unwrap();
         assert_eq!(shard[tensor.offset as usize..][..SIZE], vec![*fill; SIZE]);
     }
     report
