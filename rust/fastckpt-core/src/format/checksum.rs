@@ -3,13 +3,17 @@
 
 use std::ops::BitXor;
 
-use crc_fast::CrcAlgorithm::{Crc64Nvme, Crc64Xz};
+use crc_fast::CrcAlgorithm::{self, Crc64Nvme, Crc64Xz};
 use crc_fast::Digest;
 
+use crate::sys::fold::{Fold, Keys, STEP};
 use crate::sys::memory::Bytes;
 
 /// Bytes copied and summed at a time: few enough to stay in the second-level cache between the two.
 pub const PASS: usize = 128 << 10;
+
+/// Fewer bytes are summed sooner one sum after the other than by folds.
+const FEW: usize = 16 << 10;
 
 /// The CRC of `bytes`.
 #[must_use]
@@ -25,22 +29,26 @@ pub fn of_memory(memory: Bytes<'_>) -> u64 {
     digest.finalize()
 }
 
-/// A polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... following bytes multiply a CRC: x to the power of
-/// 8, 16, 32, 64, ... As in a CRC, the highest bit is the coefficient of x^0.
+/// A CRC with a polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... following bytes multiply it: x to the
+/// power of 8, 16, 32, 64, ... As in a CRC, the highest bit is the coefficient of x^0.
 struct Field {
+    algorithm: CrcAlgorithm,
     polynomial: u64,
     following: [u64; 64],
+    keys: Keys,
 }
 
 impl Field {
-    const fn new(polynomial: u64) -> Self {
+    const fn new(algorithm: CrcAlgorithm, polynomial: u64) -> Self {
         let mut following = [1 << (63 - 8); 64];
         let mut index = 1;
         while index < following.len() {
             following[index] = multiply(polynomial, following[index - 1], following[index - 1]);
             index += 1;
         }
-        Self { polynomial, following }
+        let distance = 8 * STEP as u32;
+        let keys = [power(polynomial, distance + 63), power(polynomial, distance - 1)];
+        Self { algorithm, polynomial, following, keys }
     }
 
     /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
@@ -56,14 +64,28 @@ const fn multiply(polynomial: u64, a: u64, mut b: u64) -> u64 {
     let mut power = 0;
     while power < 64 {
         product ^= b & (a >> (63 - power) & 1).wrapping_neg();
-        b = b >> 1 ^ polynomial & (b & 1).wrapping_neg(); // times x
+        b = times_x(polynomial, b);
         power += 1;
     }
     product
 }
 
-static NVME: Field = Field::new(0x9A6C_9329_AC4B_C9B5);
-static XZ: Field = Field::new(0xC96C_5795_D787_0F42);
+const fn times_x(polynomial: u64, a: u64) -> u64 {
+    a >> 1 ^ polynomial & (a & 1).wrapping_neg()
+}
+
+/// x to the power of `exponent`, modulo `polynomial`.
+const fn power(polynomial: u64, exponent: u32) -> u64 {
+    let (mut power, mut at) = (1 << 63, 0);
+    while at < exponent {
+        power = times_x(polynomial, power);
+        at += 1;
+    }
+    power
+}
+
+static NVME: Field = Field::new(Crc64Nvme, 0x9A6C_9329_AC4B_C9B5);
+static XZ: Field = Field::new(Crc64Xz, 0xC96C_5795_D787_0F42);
 
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
@@ -100,23 +122,16 @@ impl Pair {
     /// Those of `bytes`.
     #[must_use]
     pub fn of(bytes: &[u8]) -> Self {
-        if bytes.len() <= PASS {
+        if bytes.len() < FEW {
             return Self { crc: of(bytes), xz: crc_fast::checksum(Crc64Xz, bytes) };
         }
-        let mut digests = Digests::new();
-        bytes.chunks(PASS).for_each(|part| digests.update(part));
-        digests.finish()
+        Self::of_memory(bytes.into())
     }
 
     /// The two sums of memory in place.
     #[must_use]
     pub fn of_memory(memory: Bytes<'_>) -> Self {
-        let mut digests = Digests::new();
-        for part in passes(memory) {
-            part.sum(&mut digests.0);
-            part.sum(&mut digests.1);
-        }
-        digests.finish()
+        Self::from(take(Fold::new(), memory, None, [&NVME, &XZ]))
     }
 
     /// Copies `from` to `to` and returns the sums of the copy.
@@ -124,15 +139,11 @@ impl Pair {
     /// # Panics
     /// If the lengths differ.
     pub fn copy(to: &mut [u8], from: Bytes<'_>) -> Self {
-        if to.len() <= PASS {
+        if to.len() < FEW {
             from.copy(to);
             return Self::of(to);
         }
-        assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
-        let (mut digests, mut parts) = (Digests::new(), passes(from));
-        let pull = |to: &mut [u8], _| parts.next().unwrap_or_default().copy(to);
-        fill(to, pull, |part| digests.update(part));
-        digests.finish()
+        Self::from(take(Fold::new(), from, Some(to), [&NVME, &XZ]))
     }
 
     /// The sums of bytes with these sums, followed by `len` bytes with the sums `next`.
@@ -146,6 +157,12 @@ impl Pair {
     pub fn zeros(len: u64) -> Self {
         // Both begin with, and end by the inversion of, a remainder of ones.
         Self { crc: u64::MAX, xz: u64::MAX }.then(Self { crc: u64::MAX, xz: u64::MAX }, len)
+    }
+}
+
+impl From<[u64; 2]> for Pair {
+    fn from([crc, xz]: [u64; 2]) -> Self {
+        Self { crc, xz }
     }
 }
 
@@ -165,22 +182,34 @@ pub(crate) fn passes(memory: Bytes<'_>) -> impl Iterator<Item = Bytes<'_>> {
     (0..memory.len()).step_by(PASS).filter_map(part)
 }
 
-/// Both CRCs of data that comes in parts.
-struct Digests(Digest, Digest);
-
-impl Digests {
-    fn new() -> Self {
-        Self(Digest::new(Crc64Nvme), Digest::new(Crc64Xz))
+/// The CRCs `of` these fields of `from`, which is copied to `to`, if there is one: in one pass over the registers, if the
+/// processor has leave to `fold`, else in passes over what is in cache.
+fn take<const N: usize>(
+    fold: Option<Fold>,
+    from: Bytes<'_>,
+    mut to: Option<&mut [u8]>,
+    of: [&Field; N],
+) -> [u64; N] {
+    assert!(to.as_ref().is_none_or(|to| to.len() == from.len()), "a copy has two sides of one length");
+    let mut digests = of.map(|field| Digest::new(field.algorithm));
+    let folded = if fold.is_some() { from.len() / STEP * STEP } else { 0 };
+    if let Some((fold, steps)) = fold.zip(from.part(0, folded)).filter(|_| folded > 0) {
+        let sums =
+            fold.steps(steps, to.as_deref_mut().map(|to| &mut to[..folded]), of.map(|field| field.keys));
+        for ((digest, sum), field) in digests.iter_mut().zip(&sums).zip(of) {
+            *digest = Digest::new_with_init_state(field.algorithm, 0);
+            digest.update(sum);
+        }
     }
-
-    fn update(&mut self, part: &[u8]) {
-        self.0.update(part);
-        self.1.update(part);
+    let mut parts = passes(from.part(folded, from.len() - folded).unwrap_or_default());
+    match to {
+        Some(to) => {
+            let pull = |to: &mut [u8], _| parts.next().unwrap_or_default().copy(to);
+            fill(&mut to[folded..], pull, |part| digests.iter_mut().for_each(|digest| digest.update(part)));
+        }
+        None => parts.for_each(|part| digests.iter_mut().for_each(|digest| part.sum(digest))),
     }
-
-    fn finish(&self) -> Pair {
-        Pair { crc: self.0.finalize(), xz: self.1.finalize() }
-    }
+    digests.map(|digest| digest.finalize())
 }
 
 /// The CRC of a buffer that is filled from its first byte on. Existing bytes are summed while they are in cache.
@@ -221,14 +250,12 @@ impl Filled {
 /// # Panics
 /// If the lengths differ.
 pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
-    assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
-    if to.len() <= PASS {
+    if to.len() < FEW {
         to.copy_from_slice(from);
         return of(to);
     }
-    let mut digest = Digest::new(Crc64Nvme);
-    fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]), |part| digest.update(part));
-    digest.finalize()
+    let [crc] = take(Fold::new(), from.into(), Some(to), [&NVME]);
+    crc
 }
 
 /// Lets `pull` fill `to` part by part, given the start of each part, and has each part summed while it is in cache.
@@ -266,6 +293,9 @@ pub fn from_hex(digits: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
     use super::*;
 
     #[test]
@@ -312,6 +342,86 @@ mod tests {
         }
     }
 
+    /// Bytes that look drawn.
+    fn drawn(len: usize) -> Vec<u8> {
+        (0..len as u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 19) as u8).collect()
+    }
+
+    /// A CRC, bit by bit.
+    fn slow(field: &Field, bytes: &[u8]) -> u64 {
+        let step =
+            |crc, &byte: &u8| (0..8).fold(crc ^ u64::from(byte), |crc, _| times_x(field.polynomial, crc));
+        !bytes.iter().fold(u64::MAX, step)
+    }
+
+    /// The ways of this processor: it may have no leave to fold.
+    fn ways() -> impl Iterator<Item = Option<Fold>> {
+        [None, Fold::new()].into_iter()
+    }
+
+    #[test]
+    fn both_ways_take_the_sums_that_are_defined_of_each_length() {
+        let (bytes, mut to) = (drawn(2048), vec![0; 2048]);
+        for len in 0..=bytes.len() {
+            let (from, to) = (&bytes[..len], &mut to[..len]);
+            let wanted = [slow(&NVME, from), slow(&XZ, from)];
+            for fold in ways() {
+                to.fill(0);
+                assert_eq!(take(fold, from.into(), Some(to), [&NVME, &XZ]), wanted, "{len} bytes, {fold:?}");
+                assert_eq!(to, from, "{len} bytes, {fold:?}");
+                assert_eq!(
+                    take(fold, from.into(), None, [&NVME, &XZ]),
+                    wanted,
+                    "{len} bytes in place, {fold:?}"
+                );
+                assert_eq!(
+                    take(fold, from.into(), Some(to), [&XZ]),
+                    wanted[1..],
+                    "{len} bytes, one sum, {fold:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn both_ways_copy_between_any_two_addresses_and_write_nothing_beside() {
+        let bytes = drawn(64 + 2 * STEP + 17);
+        let places = (0..64).flat_map(|from| (0..64).map(move |to| (from, to)));
+        for ((start, end), len) in places.flat_map(|place| [STEP, 2 * STEP + 17].map(|len| (place, len))) {
+            let from = &bytes[start..start + len];
+            let wanted = [of(from), crc_fast::checksum(Crc64Xz, from)];
+            for fold in ways() {
+                let mut all = vec![0xA5; end + len + 64];
+                assert_eq!(take(fold, from.into(), Some(&mut all[end..end + len]), [&NVME, &XZ]), wanted);
+                assert_eq!(&all[end..end + len], from, "from {start} to {end}, {fold:?}");
+                assert!(
+                    all[..end].iter().chain(&all[end + len..]).all(|&byte| byte == 0xA5),
+                    "{start} {end}"
+                );
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn parts_taken_either_way_have_the_sums_of_the_whole(
+            bytes in proptest::collection::vec(any::<u8>(), 0..5000),
+            mut splits in proptest::collection::vec((any::<Index>(), any::<bool>()), 0..4),
+        ) {
+            splits.sort_unstable_by_key(|(at, _)| at.index(bytes.len() + 1));
+            let (mut all, mut at, mut to) = (Pair::of(&[]), 0, vec![0; bytes.len()]);
+            let ends = splits.iter().map(|(at, fold)| (at.index(bytes.len() + 1), *fold));
+            for (end, fold) in ends.chain([(bytes.len(), true)]) {
+                let fold = Fold::new().filter(|_| fold);
+                let part = Pair::from(take(fold, bytes[at..end].into(), Some(&mut to[at..end]), [&NVME, &XZ]));
+                all = all.then(part, (end - at) as u64);
+                at = end;
+            }
+            prop_assert_eq!([all.crc, all.xz], [slow(&NVME, &bytes), slow(&XZ, &bytes)]);
+            prop_assert_eq!(to, bytes);
+        }
+    }
+
     #[test]
     fn parts_add_up() {
         for len in [0, 1, 8, 4097, PASS + 3] {
@@ -331,14 +441,14 @@ mod tests {
     fn the_sum_is_that_of_the_copy_whatever_becomes_of_the_source() {
         for len in [1, PASS, PASS + 1, 3 * PASS + 7] {
             let (mut source, mut to) = (vec![1u8; len], vec![0; len]);
-            let mut digests = Digests::new();
+            let mut digest = Digest::new(Crc64Nvme);
             let pull = |part: &mut [u8], at: usize| {
                 part.copy_from_slice(&source[at..at + part.len()]);
                 source.fill(2 + (at / PASS) as u8); // as another thread may, once it is copied
             };
-            fill(&mut to, pull, |part| digests.update(part));
-            assert_eq!(digests.finish(), Pair::of(&to));
-            assert_ne!(digests.finish(), Pair::of(&source));
+            fill(&mut to, pull, |part| digest.update(part));
+            assert_eq!(digest.finalize(), of(&to));
+            assert_ne!(digest.finalize(), of(&source));
             assert_eq!((to[0], to[len - 1]), (1, len.div_ceil(PASS) as u8));
         }
     }

@@ -7,6 +7,7 @@ pub mod cachestat;
 pub mod calls;
 pub mod dealt;
 pub mod file;
+pub mod fold;
 pub mod fork;
 pub mod fs;
 pub mod gather;

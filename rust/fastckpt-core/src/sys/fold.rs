@@ -1,0 +1,173 @@
+//! Checksums of memory, and a copy of it, in one pass over the registers of a processor that has AVX-512 and
+//! `VPCLMULQDQ`.
+//!
+//! A CRC is a remainder: the bytes are a polynomial over GF(2), divided by the polynomial of the CRC. Bytes with others
+//! behind them may be multiplied by the power of x that stands for their distance, modulo that polynomial, and added to
+//! those others: the remainder stays. What is left at the end are the bytes of one step, with the remainder of all. See
+//! Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::asm;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{
+    __m512i, _mm_set_epi64x, _mm_sfence, _mm512_broadcast_i32x4, _mm512_clmulepi64_epi128,
+    _mm512_setzero_si512, _mm512_storeu_si512, _mm512_stream_si512, _mm512_ternarylogic_epi64,
+    _mm512_xor_si512, _mm512_zextsi128_si512,
+};
+
+use super::memory::Bytes;
+
+const LANE: usize = 64;
+const LANES: usize = 4;
+
+/// Bytes that are folded at a time: as many as hide for how long a multiplication takes.
+pub const STEP: usize = LANES * LANE;
+
+/// From as many bytes on, a copy goes past the caches. It is for a device or for later, and to read where a store goes
+/// to, in order to write there, would cost a third of the pass.
+#[cfg(target_arch = "x86_64")]
+const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
+
+/// What the first and the last 8 of 16 bytes are multiplied by, to be added to those a step behind: x to the power of
+/// `8 * STEP + 63` and of `8 * STEP - 1`, modulo the polynomial. The highest bit is the coefficient of x^0.
+///
+/// With the bits in this order, a product of two numbers of 64 bits lies one bit too low among 128: it is the product
+/// times x. So the powers are less by one than the distances.
+pub type Keys = [u64; 2];
+
+/// Leave to fold: this processor can.
+#[derive(Debug, Clone, Copy)]
+pub struct Fold(());
+
+impl Fold {
+    /// `None` if this processor cannot.
+    #[must_use]
+    pub fn new() -> Option<Self> {
+        #[cfg(target_arch = "x86_64")]
+        let can = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq");
+        #[cfg(not(target_arch = "x86_64"))]
+        let can = false;
+        can.then_some(Self(()))
+    }
+
+    /// For each polynomial that has `keys`, the bytes of one step that leave the remainder of all `from`, if the register
+    /// was all ones before `from` and is zero before them. Copies `from` to `to`, if that is given.
+    ///
+    /// Each byte is read once, and the copy and the sums get it from the same register. If the source changes meanwhile,
+    /// that decides which bytes are written, but not whether their sums are right.
+    ///
+    /// # Panics
+    /// If `from` is not one or several whole steps, or `to` is longer or shorter.
+    #[must_use]
+    pub fn steps<const N: usize>(
+        self,
+        from: Bytes<'_>,
+        to: Option<&mut [u8]>,
+        keys: [Keys; N],
+    ) -> [[u8; STEP]; N] {
+        let len = from.len();
+        assert!(len > 0 && len.is_multiple_of(STEP), "{len} bytes are not whole steps");
+        assert!(to.as_ref().is_none_or(|to| to.len() == len), "a copy has two sides of one length");
+        // SAFETY: `self` says that the processor has what `fold` is compiled for. By the contract of `Bytes`, `len` bytes
+        // are readable. As many are writable, if there is a `to`: it is borrowed for this call alone, so no other
+        // reference, and not the source, has a byte of it.
+        #[cfg(target_arch = "x86_64")]
+        return unsafe { fold(from.pointer(), len, to.map(<[u8]>::as_mut_ptr), keys) };
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("`new` makes none for {keys:?}");
+    }
+}
+
+/// See `Fold::steps`.
+///
+/// # Safety
+/// `len` must be a multiple of `STEP`. As many bytes must be readable at `from`, and writable by nobody else at `to`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,vpclmulqdq")]
+unsafe fn fold<const N: usize>(
+    from: *const u8,
+    len: usize,
+    to: Option<*mut u8>,
+    keys: [Keys; N],
+) -> [[u8; STEP]; N] {
+    let wide = |low: u64, high: u64| _mm_set_epi64x(high.cast_signed(), low.cast_signed());
+    let keys = keys.map(|[first, last]| _mm512_broadcast_i32x4(wide(first, last)));
+    let past = len >= PAST && to.is_some_and(|to| to.addr().is_multiple_of(LANE));
+    let mut sums = [[_mm512_setzero_si512(); LANES]; N];
+    for at in (0..len).step_by(STEP) {
+        // SAFETY: `len` is a multiple of `STEP`, so the step from `at` on lies before `len`.
+        let step = unsafe { read(from.wrapping_add(at)) };
+        if let Some(to) = to {
+            // SAFETY: likewise. If `to` is at a multiple of `LANE`, so is each step behind it.
+            unsafe { write(to.wrapping_add(at), step, past) };
+        }
+        for (sums, &keys) in sums.iter_mut().zip(&keys) {
+            for (sum, &lane) in sums.iter_mut().zip(&step) {
+                let first = _mm512_clmulepi64_epi128::<0x00>(*sum, keys);
+                let last = _mm512_clmulepi64_epi128::<0x11>(*sum, keys);
+                *sum = _mm512_ternarylogic_epi64::<0x96>(first, last, lane); // all three, xored
+            }
+            if at == 0 {
+                // A register of ones is the same as one of zeros if the first 8 bytes are inverted.
+                sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(wide(u64::MAX, 0)));
+            }
+        }
+    }
+    _mm_sfence(); // stores past the caches are done before anything else of this thread is seen
+    sums.map(|sums| {
+        let mut bytes = [0; STEP];
+        // SAFETY: `bytes` has a step.
+        unsafe { write(bytes.as_mut_ptr(), sums, false) };
+        bytes
+    })
+}
+
+/// The step of bytes at `from`, at any address, each of them read once: what the compiler does not see it cannot do a
+/// second time where the bytes are used.
+///
+/// # Safety
+/// `STEP` bytes must be readable. They may change.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn read(from: *const u8) -> [__m512i; LANES] {
+    let (a, b, c, d);
+    // SAFETY: the instructions read `STEP` bytes, which may be read and need no alignment, and change nothing but the
+    // registers that are named. As they are no accesses of the language, they may meet writes of other threads.
+    unsafe {
+        asm!(
+            "vmovdqu64 {a}, [{from}]",
+            "vmovdqu64 {b}, [{from} + 64]",
+            "vmovdqu64 {c}, [{from} + 128]",
+            "vmovdqu64 {d}, [{from} + 192]",
+            from = in(reg) from,
+            a = out(zmm_reg) a,
+            b = out(zmm_reg) b,
+            c = out(zmm_reg) c,
+            d = out(zmm_reg) d,
+            options(readonly, nostack, preserves_flags),
+        );
+    }
+    [a, b, c, d]
+}
+
+/// Writes a step of bytes to `to`, at any address, or past the caches, at a multiple of `LANE`.
+///
+/// # Safety
+/// `STEP` bytes must be writable, by nobody else. If they go past the caches, `_mm_sfence` must come before any other
+/// access to them, and before other threads or the kernel are told of them.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+unsafe fn write(to: *mut u8, step: [__m512i; LANES], past: bool) {
+    for (index, lane) in step.into_iter().enumerate() {
+        let to = to.wrapping_add(index * LANE).cast();
+        if past {
+            // SAFETY: the lanes are `STEP` bytes together, and each is as aligned as `to`.
+            unsafe { _mm512_stream_si512(to, lane) };
+        } else {
+            // SAFETY: likewise, and this store needs no alignment.
+            unsafe { _mm512_storeu_si512(to, lane) };
+        }
+    }
+}
