@@ -96,13 +96,14 @@ fn manifests(c: &mut Criterion) {
             .map(|(spec, &(shard, offset))| {
                 let bytes = spec.bytes().expect("a size");
                 let extents = fastckpt_core::format::geometry::extent_count(offset, bytes, plan.block_size);
+                let crc = hex.repeat(extents as usize);
                 let entry = manifest::Unpacked {
                     name: spec.name.as_str().into(),
                     dtype: spec.dtype,
                     shape: spec.shape.clone(),
                     shard,
                     offset,
-                    crc: hex.repeat(extents as usize).as_str().into(),
+                    crc: crc.as_str().into(),
                     crc64xz: hex.as_str().into(),
                     logical: None,
                 };
