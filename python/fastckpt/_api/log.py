@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from threading import RLock
+import time
+from threading import get_ident
+
+from .event import Event
 
 _logger = logging.getLogger("fastckpt")
-_writing = RLock()
-#: Seconds that a fork waits for a line. Longer only where whatever writes it waits for the thread that forks.
+#: Lines that are being written: by which thread, and what is set once it is done.
+_lines: list[tuple[int, Event]] = []
+#: Seconds that a fork waits for a line. Longer only where whoever writes it waits for the thread that forks.
 _WAIT = 5.0
 
 
@@ -42,23 +46,28 @@ def set_up() -> None:
 
 
 def _handle(record: logging.LogRecord) -> None:
-    with _writing:
+    # No lock: a signal handler may log on top of a thread that holds one of logging's, for which other threads wait.
+    line = get_ident(), Event()
+    _lines.append(line)
+    try:
         logging.Logger.handle(_logger, record)
+    finally:
+        with contextlib.suppress(ValueError):  # in a child, which has none
+            _lines.remove(line)
+        line[1].set()
 
 
-# Who writes a line holds the lock of the stream, as of stderr, which Python does not free in a child: one that was
-# forked meanwhile would hang when it flushes the stream, at the latest at its end. So a fork waits for the line.
-def _in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # it did not get the lock in time
-        _writing.release()
+def _before_fork() -> None:
+    """Wait for lines of other threads.
 
-
-def _in_child() -> None:
-    global _writing  # noqa: PLW0603 - that of another thread may have been taken
-    _writing = RLock()
+    Whoever writes one holds the lock of the stream, which Python does not free in a child: one that was forked
+    meanwhile would hang when it flushes the stream, at the latest at its end.
+    """
+    until = time.monotonic() + _WAIT
+    while others := [written for writer, written in tuple(_lines) if writer != get_ident()]:
+        if not others[0].wait(until - time.monotonic()):
+            return
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(
-        before=lambda: _writing.acquire(timeout=_WAIT), after_in_parent=_in_parent, after_in_child=_in_child
-    )
+    os.register_at_fork(before=_before_fork, after_in_child=_lines.clear)
