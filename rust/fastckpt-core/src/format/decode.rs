@@ -13,11 +13,11 @@ use serde_json::Deserializer;
 use crate::error::{Error, Result};
 
 use crate::format::checksum::{self, HEX};
-use crate::format::frugal::{Frugal, quoted};
+use crate::format::frugal::{Frugal, quoted, up_to};
 use crate::format::geometry::{self, PAGE};
 use crate::format::groups::{RESERVED_NAME, TRAINING, plain_name};
 use crate::format::limits::{MAX_BLOCK, MAX_HEADER, MAX_SHARDS};
-use crate::format::manifest::{self, Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
+use crate::format::manifest::{Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
 /// Reads and checks the bytes of a manifest, which are dropped before the check. `path` is for messages.
@@ -34,7 +34,7 @@ pub struct Head {
     /// When the save began, in seconds since 1970 UTC.
     pub created: f64,
     /// The files.
-    #[serde(deserialize_with = "manifest::up_to::<_, _, MAX_SHARDS>")]
+    #[serde(deserialize_with = "up_to::<_, _, MAX_SHARDS>")]
     pub shards: Vec<ShardEntry>,
 }
 

@@ -4,11 +4,10 @@ use safetensors::Dtype;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::format::checksum::{self, HEX};
-use crate::format::frugal::Text;
+use crate::format::frugal::{Text, up_to};
 use crate::format::geometry::{self, Placement};
 use crate::format::layout;
 use crate::format::limits::MAX_DIMENSIONS;
-use crate::format::manifest::up_to;
 
 /// All that a manifest says of a tensor.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -2,6 +2,7 @@
 //! one. With the text itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use serde::de::{DeserializeSeed, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, forward_to_deserialize_any};
@@ -99,6 +100,34 @@ fn end_of_piece(text: &str) -> usize {
         };
     }
     at.min(bytes.len())
+}
+
+/// Reads an array and stops at the first element beyond the limit, not at the end of the array.
+pub(super) fn up_to<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MOST: usize>(
+    deserializer: D,
+) -> Result<Vec<T>, D::Error> {
+    deserializer.deserialize_seq(Bounded::<_, MOST>(PhantomData))
+}
+
+struct Bounded<T, const MOST: usize>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MOST> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an array of at most {MOST} elements")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
+        let mut all = Vec::new();
+        while let Some(element) = seq.next_element()? {
+            if all.len() == MOST {
+                return Err(A::Error::invalid_length(MOST + 1, &self));
+            }
+            all.push(element);
+        }
+        Ok(all)
+    }
 }
 
 /// What reads JSON from memory through another deserializer, and all parts of that: its visitors, its arrays and so on.

@@ -1,15 +1,12 @@
 //! The manifest, `fastckpt.json` (`docs/format.md`, 3): written, and read without trusting it.
 
-use std::fmt;
-use std::marker::PhantomData;
-
-use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, HEX};
 pub use crate::format::entry::{Logical, TensorEntry, Unpacked};
+use crate::format::frugal::up_to;
 use crate::format::geometry;
 use crate::format::layout::{Plan, TensorSpec};
 pub use crate::format::limits::MAX_BYTES;
@@ -134,34 +131,6 @@ fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<Box<RawValue>>, D::Error> {
     Box::deserialize(deserializer).map(Some)
-}
-
-/// Reads an array and stops at the first element beyond the limit, not at the end of the array.
-pub(super) fn up_to<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MOST: usize>(
-    deserializer: D,
-) -> std::result::Result<Vec<T>, D::Error> {
-    deserializer.deserialize_seq(Bounded::<_, MOST>(PhantomData))
-}
-
-struct Bounded<T, const MOST: usize>(PhantomData<T>);
-
-impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MOST> {
-    type Value = Vec<T>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "an array of at most {MOST} elements")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<Vec<T>, A::Error> {
-        let mut all = Vec::new();
-        while let Some(element) = seq.next_element()? {
-            if all.len() == MOST {
-                return Err(serde::de::Error::invalid_length(MOST + 1, &self));
-            }
-            all.push(element);
-        }
-        Ok(all)
-    }
 }
 
 /// The bytes of a manifest.
