@@ -803,7 +803,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
 
 
 def test_a_fork_waits_for_a_line_of_the_log(tmp_path):
-    """Who writes one holds the lock of stderr, and a child of that moment would wait for it without end."""
+    """A thread that writes one holds the lock of stderr; a child forked at that moment would wait for it for ever."""
     run(
         tmp_path,
         """

@@ -380,16 +380,12 @@ TWICE = {
     "an option": (lambda body, _: body["saved"].update(options=[["", LONG]]), r"\n" + "n" * 100_000_000, True),
     "checksums": (lambda _, tensor: tensor.update(crc=LONG), r"\u0030" + "0" * 100_000_000, False),
     "a dtype": (lambda _, tensor: tensor.update(dtype=LONG), "n" * 100_000_000, False),
-    "a name that is taken": (lambda body, _: body["tensors"].extend(2 * _named(body)), "n" * 50_000_000, False),
+    "a name that is taken": (_entries(2, name=LONG), "n" * 50_000_000, False),
     "a text for a number": (lambda _, tensor: tensor.update(offset=LONG), DELETE * 20_000_000, False),
     "a text for a tensor": (lambda body, _: body["tensors"].append(LONG), DELETE * 20_000_000, False),
     "a text for an object": (lambda body, _: body.update(saved=LONG), DELETE * 20_000_000, False),
     "a file": (lambda body, _: body["shards"][0].update(file=LONG), "/" + DELETE * 20_000_000, False),
 }
-
-
-def _named(body):
-    return [{**body["tensors"][0], "name": LONG, "shape": [0], "crc": ""}]
 
 
 @pytest.mark.parametrize("kind", TWICE)

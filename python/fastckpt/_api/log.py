@@ -1,4 +1,4 @@
-"""The log, which threads of fastckpt write to as well: who hears of an error that nobody listens for, and forks."""
+"""The log of fastckpt: errors in a program without logging, and forks while another thread writes a line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .event import Event
 _logger = logging.getLogger("fastckpt")
 #: Lines that are being written: by which thread, and what is set once it is done.
 _lines: list[tuple[int, Event]] = []
-#: Seconds that a fork waits for a line. Longer only where whoever writes it waits for the thread that forks.
+#: The most seconds that a fork waits for a line: its writer may be waiting for the thread that forks.
 _WAIT = 5.0
 
 
@@ -60,8 +60,8 @@ def _handle(record: logging.LogRecord) -> None:
 def _before_fork() -> None:
     """Wait for lines of other threads.
 
-    Whoever writes one holds the lock of the stream, which Python does not free in a child: one that was forked
-    meanwhile would hang when it flushes the stream, at the latest at its end.
+    A thread that writes one holds the lock of the stream. Python does not reset that lock in a child, so a child that
+    is forked meanwhile would hang when it flushes the stream, at its end at the latest.
     """
     until = time.monotonic() + _WAIT
     while others := [written for writer, written in tuple(_lines) if writer != get_ident()]:

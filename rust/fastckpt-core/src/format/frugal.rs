@@ -1,5 +1,5 @@
-//! JSON that is read in little memory, whatever it holds: no text is copied more than once, and no error quotes a long
-//! one. With the text itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
+//! Reads any JSON in little memory: each text is copied at most once, and no error quotes a long one. With the text
+//! itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -130,9 +130,9 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
     }
 }
 
-/// What reads JSON from memory through another deserializer, and all parts of that: its visitors, its arrays and so on.
-/// That one would copy a text with escapes, and so would who takes it; and a text where something else belongs would be
-/// in the error, with escapes for each of its bytes. Only visitors of numbers, arrays and objects are asked.
+/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. By itself, it would copy a
+/// text with escapes, and so would who takes it; and a text where something else belongs would be in the error, with
+/// escapes for each of its bytes. Only visitors of numbers, arrays and objects are asked.
 pub(super) struct Frugal<T>(pub(super) T);
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Frugal<D> {
@@ -270,7 +270,7 @@ mod tests {
     fn a_text_is_what_other_readers_take_it_for() {
         let escapes =
             ["\\n", "\\\"", "\\\\", "\\u0041", "\\u00e9", "\\ud83d\\ude00", "\\uD83D\\uDE00", "é", "😀", "x"];
-        // Whatever the end of a piece falls on.
+        // Wherever a piece ends.
         for (fill, escape) in (PIECE - 13..=PIECE).flat_map(|fill| escapes.map(|escape| (fill, escape))) {
             let json = format!("\"{}{escape}{}{escape}\"", "f".repeat(fill), escape.repeat(3));
             let known: String = serde_json::from_str(&json).unwrap();

@@ -28,8 +28,8 @@ pub const STEP: usize = LANES * LANE;
 #[cfg(target_arch = "x86_64")]
 const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
 
-/// What the first and the last 8 of 16 bytes are multiplied by, to be added to those a step behind: x to the power of
-/// `8 * STEP + 63` and of `8 * STEP - 1`, modulo the polynomial. The highest bit is the coefficient of x^0.
+/// The factors of the first and the last 8 of 16 bytes, whose products are added to the bytes a step behind: x to the
+/// power of `8 * STEP + 63` and of `8 * STEP - 1`, modulo the polynomial. The highest bit is the coefficient of x^0.
 ///
 /// With the bits in this order, a product of two numbers of 64 bits lies one bit too low among 128: it is the product
 /// times x. So the powers are less by one than the distances.
@@ -68,10 +68,10 @@ impl Fold {
         let len = from.len();
         assert!(len > 0 && len.is_multiple_of(STEP), "{len} bytes are not whole steps");
         assert!(to.as_ref().is_none_or(|to| to.len() == len), "a copy has two sides of one length");
+        #[cfg(target_arch = "x86_64")]
         // SAFETY: `self` says that the processor has what `fold` is compiled for. By the contract of `Bytes`, `len` bytes
         // are readable. As many are writable, if there is a `to`: it is borrowed for this call alone, so no other
         // reference, and not the source, has a byte of it.
-        #[cfg(target_arch = "x86_64")]
         return unsafe { fold(from.pointer(), len, to.map(<[u8]>::as_mut_ptr), keys) };
         #[cfg(not(target_arch = "x86_64"))]
         unreachable!("`new` makes none for {keys:?}");
