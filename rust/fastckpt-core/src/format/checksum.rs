@@ -134,7 +134,7 @@ impl Pair {
         Self::from(take(Fold::new(), memory, None, [&NVME, &XZ]))
     }
 
-    /// Copies `from` to `to` and returns the sums of the copy.
+    /// Copies `from` to `to` and returns the sums of the bytes that were written.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -245,7 +245,7 @@ impl Filled {
     }
 }
 
-/// Copies `from` to `to` and returns the CRC of the copy.
+/// Copies `from` to `to` and returns the CRC of the bytes that were written.
 ///
 /// # Panics
 /// If the lengths differ.

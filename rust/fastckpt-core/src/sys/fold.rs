@@ -23,8 +23,8 @@ const LANES: usize = 4;
 /// Bytes that are folded at a time: as many as hide for how long a multiplication takes.
 pub const STEP: usize = LANES * LANE;
 
-/// From as many bytes on, a copy goes past the caches. It is for a device or for later, and to read where a store goes
-/// to, in order to write there, would cost a third of the pass.
+/// From as many bytes on, a copy goes past the caches. As a rule it is for a device or for later, and to read where a
+/// store goes to, in order to write there, would cost a third of the pass.
 #[cfg(target_arch = "x86_64")]
 const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
 
@@ -70,8 +70,8 @@ impl Fold {
         assert!(to.as_ref().is_none_or(|to| to.len() == len), "a copy has two sides of one length");
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `self` says that the processor has what `fold` is compiled for. By the contract of `Bytes`, `len` bytes
-        // are readable. As many are writable, if there is a `to`: it is borrowed for this call alone, so no other
-        // reference, and not the source, has a byte of it.
+        // are readable, and none of them is in a `&mut`: so not in `to`, if that is given, which is borrowed for this
+        // call, has as many bytes, and is theirs alone.
         return unsafe { fold(from.pointer(), len, to.map(<[u8]>::as_mut_ptr), keys) };
         #[cfg(not(target_arch = "x86_64"))]
         unreachable!("`new` makes none for {keys:?}");
@@ -98,7 +98,8 @@ unsafe fn fold<const N: usize>(
         // SAFETY: `len` is a multiple of `STEP`, so the step from `at` on lies before `len`.
         let step = unsafe { read(from.wrapping_add(at)) };
         if let Some(to) = to {
-            // SAFETY: likewise. If `to` is at a multiple of `LANE`, so is each step behind it.
+            // SAFETY: likewise, and nobody else writes there, by the contract of this function. `past` is only true if
+            // `to`, and so each step behind it, is at a multiple of `LANE`. The fence is below.
             unsafe { write(to.wrapping_add(at), step, past) };
         }
         for (sums, &keys) in sums.iter_mut().zip(&keys) {
@@ -168,6 +169,54 @@ unsafe fn write(to: *mut u8, step: [__m512i; LANES], past: bool) {
         } else {
             // SAFETY: likewise, and this store needs no alignment.
             unsafe { _mm512_storeu_si512(to, lane) };
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+
+    use super::*;
+    use crate::sys::page;
+
+    /// As many bytes between two pages that nobody may touch. They are never unmapped.
+    fn fenced(pages: usize) -> &'static mut [u8] {
+        let len = pages * page::size();
+        let whole = len + 2 * page::size();
+        // SAFETY: a private anonymous mapping at an address the kernel chooses overlaps nothing.
+        let start = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), whole, ProtFlags::empty(), MapFlags::PRIVATE).unwrap()
+        };
+        let inside = start.wrapping_byte_add(page::size());
+        // SAFETY: the pages between the first and the last of the mapping just made, which nothing else knows of.
+        unsafe { mprotect(inside, len, MprotectFlags::READ | MprotectFlags::WRITE) }.unwrap();
+        // SAFETY: `len` bytes, zeroed, mapped for as long as the process lives, and lent once.
+        unsafe { std::slice::from_raw_parts_mut(inside.cast(), len) }
+    }
+
+    #[test]
+    fn a_processor_that_says_it_can_is_used() {
+        let about = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        let flags = about.lines().find(|line| line.starts_with("flags")).unwrap();
+        let has = |flag: &str| flags.split_whitespace().any(|each| each == flag);
+        assert_eq!(Fold::new().is_some(), has("avx512f") && has("vpclmulqdq"));
+    }
+
+    #[test]
+    fn no_byte_before_or_behind_is_touched() {
+        let Some(fold) = Fold::new() else { return };
+        let (from, to) = (fenced(2), fenced(2));
+        from.iter_mut().zip(1..).for_each(|(byte, at): (_, u32)| *byte = (at * at / 8) as u8);
+        let whole = from.len();
+        for len in [STEP, 2 * STEP, whole] {
+            for (begin, into) in [(0, 0), (whole - len, whole - len), (0, whole - len), (whole - len, 0)] {
+                let (from, to) = (&from[begin..][..len], &mut to[into..][..len]);
+                to.fill(0);
+                let of_both = fold.steps(from.into(), Some(to), [[3, 5]]);
+                assert_eq!(of_both, fold.steps(from.into(), None, [[3, 5]]));
+                assert_eq!(from, to);
+            }
         }
     }
 }

@@ -35,7 +35,8 @@ impl Bytes<'_> {
     /// The `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until this and every copy of it are gone, the bytes must be readable from any thread. They may change.
+    /// Until this and every copy of it are gone, the bytes must be readable from any thread, and no `&mut` may have one
+    /// of them. They may change.
     #[must_use]
     pub const unsafe fn new(base: *const u8, len: usize) -> Self {
         Self { base, len, owner: PhantomData }
@@ -83,9 +84,8 @@ impl Bytes<'_> {
         // The compiler cannot see which function this is. It could read the source of a copy that it knows a second
         // time where the copy is used, and the two would differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so no other
-        // reference, and not the source, has a byte of it. Where the source changes, the C library reads it as the
-        // processor does: what arrives is a mixture of old and new bytes.
+        // SAFETY: the source is readable, and no `&mut` has a byte of it, so not `to`, by the contract of `new`. Where the
+        // source changes, the C library reads it as the processor does: what arrives is a mixture of old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
 
@@ -224,8 +224,11 @@ mod tests {
     #[test]
     fn what_is_copied_has_its_sum_while_another_thread_writes_to_the_source() {
         let source: Vec<_> = (0..100_000).map(AtomicU64::new).collect();
-        let (mut to, done) = (vec![0; source.len() * 8], AtomicBool::new(false));
-        // SAFETY: `source` outlives the bytes.
+        let (mut room, done) = (vec![0; source.len() * 8 + 64], AtomicBool::new(false));
+        // At a place from which on stores may go past the caches.
+        let start = room.as_ptr().align_offset(64);
+        let to = &mut room[start..][..source.len() * 8];
+        // SAFETY: `source` outlives the bytes, and nothing has them as `&mut`.
         let bytes = unsafe { Bytes::new(source.as_ptr().cast(), to.len()) };
         thread::scope(|scope| {
             builder()
@@ -235,11 +238,11 @@ mod tests {
                     }
                 })
                 .unwrap();
-            let right = (0..50).all(|_| Pair::copy(&mut to, bytes) == Pair::of(&to));
+            let right = (0..50).all(|_| Pair::copy(to, bytes) == Pair::of(to));
             done.store(true, Ordering::Relaxed);
             assert!(right, "a sum is that of its copy");
         });
-        assert_eq!(Pair::of_memory(bytes), Pair::copy(&mut to, bytes), "nothing writes any more");
+        assert_eq!(Pair::of_memory(bytes), Pair::copy(to, bytes), "nothing writes any more");
     }
 
     #[test]
