@@ -932,7 +932,7 @@ class Replicas:
 
 @final
 class RankSave:
-    """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
+    """The save of one rank: ``create`` or ``join``, ``allocate``, ``write``, ``commit`` by the coordinator, ``close``.
 
     Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
     save has ended, and the mail is stopped; the coordinator's workspace is removed with ``close`` at the latest.
@@ -1004,9 +1004,11 @@ class RankSave:
     def check(self, structure: str, metadata: str, per_rank: str | None) -> None:
         """Raise UnsupportedTypeError if the manifest would be too large, ValueError for a text that is none."""
     def create(self, path: str) -> str:
-        """For the coordinator: make the workspace and all shards at their full length; return its name."""
+        """For the coordinator: make the workspace, allocate its share of the files; return the workspace's name."""
     def join(self, path: str, name: str) -> None:
         """For the others: open that workspace; FileNotFoundError where this host does not see it."""
+    def allocate(self, tick: Callable[[int, int], None] | None) -> None:
+        """For the others: create their share of the files; FileNotFoundError if the workspace has been removed."""
     def write(self, tick: Callable[[int, int], None] | None) -> ExchangedReport:
         """Write this rank's ranges and make them durable; wait for the messages with bytes for them.
 

@@ -104,6 +104,7 @@ class SaveJob:
         self.barrier.wait()
         if rank > 0:
             self.saves[rank].join(os.fspath(self.path), self.name)
+            self.saves[rank].allocate(None)
         self.barrier.wait()
 
     def write(self, rank: int) -> None:
@@ -381,8 +382,8 @@ def test_an_exception_of_the_tick_stops_a_rank(tmp_path):
         raise LookupError("enough")
 
     job = SaveJob("columns of 4", tmp_path / "many")
-    job.prepare(0)
-    job.saves[0].create(os.fspath(job.path))
+    job.each(job.prepare)
+    job.each(job.join)
     with pytest.raises(LookupError, match="enough"):
         job.saves[0].write(tick)
     job.close()

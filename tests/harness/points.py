@@ -15,8 +15,9 @@ from typing import Any
 #: A rank writes its part of a save, and the first of them gives the whole its name.
 WRITE = "fastckpt._core:RankSave.write"
 COMMIT = "fastckpt._core:RankSave.commit"
-#: The first creates the directory, the others join it.
+#: The first creates the directory and its share of the files; the others join it, and allocate theirs.
 CREATE, JOIN_SAVE = "fastckpt._core:RankSave.create", "fastckpt._core:RankSave.join"
+ALLOCATE = "fastckpt._core:RankSave.allocate"
 #: A rank learns of a base, compares with it, takes what is equal and follows what the others found.
 KNOW, COMPARE = "fastckpt._core:RankBase.know", "fastckpt._core:RankBase.compare"
 TAKE, FOLLOW = "fastckpt._core:RankBase.take", "fastckpt._core:RankBase.follow"

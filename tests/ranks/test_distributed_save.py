@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 
 import pytest
 
@@ -233,26 +234,73 @@ def test_a_bad_argument_of_one_rank_fails_all_and_the_next_call_works(forge, tmp
 
 
 def save_dtensor(path, timeout):
+    """Each rank has files to allocate: a file has one tensor."""
     state = parallel.state("tp", scale=4)
-    distributed.save(state, path, ranks=distributed.Ranks(timeout=timeout))
+    distributed.save(state, path, files=fastckpt.Files(shard_size=1), ranks=distributed.Ranks(timeout=timeout))
 
 
-@pytest.mark.parametrize("struck", [0, 1])
-def test_an_error_while_bytes_are_written_reaches_all_ranks(forge, tmp_path, struck):
-    strike = Strike(struck, points.JOIN, signal=OSError(28, "No space left on device"))
+FULL = OSError(28, "No space left on device")
+
+
+def told_of_a_full_disk(outcomes, struck):
+    """One rank has the error of its storage, and the others name that rank alone."""
+    assert outcomes[struck].raised.errno == 28
+    others = [each for each in outcomes if each.rank != struck]
+    assert all(each.raised.kind == "RanksError" for each in others), outcomes
+    assert all([failure[0] for failure in each.raised.failures] == [struck] for each in others), outcomes
+    assert all("No space left" in each.raised.text for each in others)
+
+
+@pytest.mark.parametrize(
+    ("where", "struck"), [(points.CREATE, 0), (points.ALLOCATE, 1), (points.JOIN, 0), (points.JOIN, 1)]
+)
+def test_an_error_of_one_rank_reaches_all_ranks(forge, tmp_path, where, struck):
     fastckpt.save({"old": 1}, tmp_path / "c")
     with forge.group(4) as group:
-        group.start(save_dtensor, tmp_path / "c", 30, strike=strike)
-        outcomes = group.outcomes()
-        assert outcomes[struck].raised.errno == 28
-        others = [each for each in outcomes if each.rank != struck]
-        assert all(each.raised.kind == "RanksError" for each in others), outcomes
-        assert all(each.raised.failures[0][0] == struck for each in others), outcomes
-        assert all("No space left" in each.raised.text for each in others)
+        group.start(save_dtensor, tmp_path / "c", 30, strike=Strike(struck, where, signal=FULL))
+        told_of_a_full_disk(group.outcomes(), struck)
         assert fastckpt.load(tmp_path / "c") == {"old": 1}
         group.run(save_dtensor, tmp_path / "c", 30)
     assert fastckpt.verify(tmp_path / "c").ok
     assert names(tmp_path) == ["c"]
+
+
+def save_into_nothing(path):
+    """The first rank fails when another one has joined, which allocates its files when the directory has gone."""
+
+    def until(condition):
+        deadline = time.monotonic() + 25
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def allocate_late(allocate):
+        def instead(*args):
+            (path.parent / "joined").touch()
+            until(lambda: names(path.parent) == ["c", "joined"])
+            return allocate(*args)
+
+        return instead
+
+    def fail(allocation):
+        def instead(*args, **kwargs):
+            if not dist.get_rank() and args[1] == "joined":
+                until((path.parent / "joined").exists)
+                raise FULL
+            return allocation(*args, **kwargs)
+
+        return instead
+
+    with points.replaced(points.ALLOCATE, allocate_late), points.replaced(f"{points.PEERS}:Operation.round", fail):
+        save_dtensor(path, 30)
+
+
+def test_a_rank_that_finds_the_directory_gone_is_no_cause(forge, tmp_path):
+    fastckpt.save({"old": 1}, tmp_path / "c")
+    with forge.group(2) as group:
+        group.start(save_into_nothing, tmp_path / "c")
+        told_of_a_full_disk(group.outcomes(), 0)
+    assert fastckpt.load(tmp_path / "c") == {"old": 1}
+    assert names(tmp_path) == ["c", "joined"]
 
 
 def test_a_rank_that_is_killed_while_bytes_travel_is_named(forge, tmp_path):

@@ -270,7 +270,7 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
         if rank == 0:
             steps += [(where, when, None, 1) for where in (points.CREATE, points.COMMIT)]
         else:
-            steps.append((points.JOIN_SAVE, when, None, 1))
+            steps += [(where, when, None, 1) for where in (points.JOIN_SAVE, points.ALLOCATE)]
     steps.append((f"{points.PEERS}:Operation.round", "before", "done", 1))
     # The requests to the store, whatever step of the protocol they belong to.
     steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, one_in(6))]
@@ -459,7 +459,7 @@ def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
 
 
 def test_a_full_disk_fails_before_a_byte_is_written(forge):
-    """The coordinator allocates all files before anybody writes: it is the one that meets the end of the disk."""
+    """All files are allocated before anybody writes; there is one, which is the coordinator's."""
     with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
         (point / "other").write_bytes(bytes(1_000_000))
         group.start(_save, str(point / "c"), 1, 60.0)

@@ -253,9 +253,8 @@ class ProcessGroup:
                 own = self._write(request, agreed, options, progress, plain.first(tensors), None)
                 whole = True
                 return with_warnings(own, noted, [text])
-            if rank:
-                _join(session, engine, path, name)
-            operation.round("joined", None, combine=_nothing)
+            allocated = _join(session, engine, path, name, attention) if rank else {}
+            operation.round("joined", allocated, combine=first_lost, decide=raise_lost)
             group = session.link.meet(meeting, timeout, attention.meanwhile)
             own, outcome = _outcome(session, engine, group, attention, progress)
             done = time.perf_counter()
@@ -312,8 +311,8 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
     return [agreement.decide(arrival), secrets.randbits(63), [page, *_core.aggregation(path, page)]]
 
 
-def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> None:
-    """Open the directory that the coordinator has made: the proof that this rank sees the same file system."""
+def _join(session: Session, engine: _core.RankSave, path: str, name: str, attention: Attention) -> dict[str, Any]:
+    """Open the coordinator's directory: the proof of one file system. Allocate files in it; return what broke off."""
     try:
         engine.join(path, name)
     except FileNotFoundError as error:
@@ -322,6 +321,13 @@ def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> Non
             "does not see what was made there: give a path that leads to one directory on all hosts"
         )
         raise FileNotFoundError(errno.ENOENT, text, name) from error
+    try:
+        engine.allocate(lambda *_: attention.meanwhile())
+    except FileNotFoundError as error:
+        # The coordinator was interrupted, and has removed the directory.
+        gone = LostError(f"the directory of the save has disappeared: {error}")
+        return lost_by(session.name(session.group.rank), gone)
+    return {}
 
 
 def _outcome(
@@ -360,7 +366,7 @@ def _write(
         with range_of("fastckpt.write"):
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
-        # The coordinator created the files. It removes them after the save has failed, and then tells the others.
+        # The coordinator removes the files after the save has failed, and then tells the others.
         raise LostError(f"the files of the save have disappeared: {error}") from error
 
 
@@ -403,10 +409,6 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _nothing(_: list[Any]) -> None:
-    """Some rounds only confirm that all are there."""
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:

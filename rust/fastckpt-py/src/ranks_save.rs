@@ -234,6 +234,10 @@ impl RankSave {
         Self::step(slf, None, move |core, _| core.join(&path, &name))
     }
 
+    fn allocate(slf: &Bound<'_, Self>, tick: Option<Py<PyAny>>) -> PyResult<()> {
+        Self::step(slf, tick.as_ref(), ranks::RankSave::allocate)
+    }
+
     fn write<'py>(slf: &Bound<'py, Self>, tick: Option<Py<PyAny>>) -> PyResult<Bound<'py, PyDict>> {
         let report = Self::step(slf, tick.as_ref(), ranks::RankSave::write)?;
         let (own, py) = (slf.get(), slf.py());

@@ -1,6 +1,6 @@
 //! The save of one rank. All ranks have the same [`Table`]. One of them, the coordinator, creates the workspace and
-//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`]
-//! exchanges the bytes that one rank has and another one writes.
+//! commits. The others join it. All allocate the files, each its share. Then each writes its ranges of the shards, and
+//! makes them durable, while its [`Mail`] exchanges the bytes that one rank has and another one writes.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -204,16 +204,15 @@ impl RankSave {
         check_size(plan, tensors, texts, MAX_BYTES)
     }
 
-    /// For the coordinator: makes the workspace, with all shards at their final sizes. Returns its name, for the others
-    /// to join.
+    /// For the coordinator: makes the workspace, with the files that it has linked and its share of the others. Returns
+    /// its name, for the other ranks to join.
     pub fn create(&self, path: &Path, overwrite: bool, progress: Progress<'_>) -> Result<OsString> {
         self.step(|stage, next| {
             let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
             let made = self.prepared().workspace.take();
             let open = self.begin(path, || made.map_or_else(|| Workspace::create(path, overwrite), Ok))?;
-            let plan = &self.table.plan;
-            let outcome = LinkedShards::name_linked_shards(&open.workspace, plan)
-                .and_then(|()| allocate(plan.written(), &open.workspace, &mut self.until_closed(progress)));
+            let outcome = LinkedShards::name_linked_shards(&open.workspace, &self.table.plan)
+                .and_then(|()| self.allocate_own(&open.workspace, progress));
             if outcome.is_err() {
                 open.operation.end(telemetry::outcome(&outcome));
             }
@@ -231,6 +230,30 @@ impl RankSave {
             *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?, work);
             Ok(())
         })
+    }
+
+    /// For all others, once they have joined: allocates their shares. All ranks must have done so before one writes.
+    pub fn allocate(&self, progress: Progress<'_>) -> Result<()> {
+        self.step(|stage, next| {
+            let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
+            let outcome = self.allocate_own(&open.workspace, progress);
+            if outcome.is_err() {
+                open.operation.end(telemetry::outcome(&outcome));
+            }
+            outcome?;
+            *next = Stage::Open(open, work);
+            Ok(())
+        })
+    }
+
+    /// Creates this rank's share of the files, with their final sizes. The shares have equally many files. If there are
+    /// fewer files than ranks, the ranks that have one are equally far apart, and so on different hosts.
+    fn allocate_own(&self, workspace: &Workspace, progress: Progress<'_>) -> Result<()> {
+        let (rank, ranks) = (self.rank as usize, self.table.share.ranks() as usize);
+        let written = self.table.plan.written();
+        let count = written.clone().count();
+        let own = written.enumerate().filter(|&(number, _)| number * ranks / count == rank);
+        allocate(own.map(|(_, shard)| shard), workspace, &mut self.until_closed(progress))
     }
 
     /// For the ranks `mates` of its host: the addresses of the parts that each of them reads in this one's memory, and how

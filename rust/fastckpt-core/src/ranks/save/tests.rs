@@ -12,7 +12,7 @@ use crate::engine::content::Content;
 use crate::engine::io::fault::{Fault, FaultPlan};
 use crate::format::geometry::PAGE;
 use crate::format::groups;
-use crate::format::layout::{Sizes, TensorSpec};
+use crate::format::layout::{Shard, Sizes, TensorSpec};
 use crate::format::manifest;
 use crate::ranks::mail::tests::{carry, spawn};
 use crate::read::Checkpoint;
@@ -140,9 +140,19 @@ impl Job {
     }
 
     /// Makes the workspace, and lets all join it.
-    fn open(&self, ranks: &[RankSave]) {
+    fn meet(&self, ranks: &[RankSave]) -> PathBuf {
         let name = ranks[0].create(&self.path(), true, &mut |_, _| true).unwrap();
         ranks[1..].iter().for_each(|rank| rank.join(&self.path(), &name).unwrap());
+        self.parent.path().join(name)
+    }
+
+    /// The same, and all allocate their files.
+    fn open(&self, ranks: &[RankSave]) -> PathBuf {
+        let workspace = self.meet(ranks);
+        for rank in &ranks[1..] {
+            rank.allocate(&mut |_, _| true).unwrap();
+        }
+        workspace
     }
 
     /// The same state, saved by one process.
@@ -400,8 +410,7 @@ fn an_interrupt_and_a_close_end_a_save() {
     let job = Job::new(Layout::Rows);
     let slow = Options { bandwidth_limit: Some(1000), ..options() };
     let ranks = [job.rank(0, slow.clone()), job.rank(1, slow)];
-    let name = ranks[0].create(&job.path(), true, &mut |_, _| true).unwrap();
-    ranks[1].join(&job.path(), &name).unwrap();
+    job.open(&ranks);
     assert!(matches!(ranks[0].write(&mut |_, _| false), Err(Error::Interrupted)));
     let mut closed = false;
     let outcome = std::thread::scope(|scope| {
@@ -429,6 +438,7 @@ fn steps_out_of_order_are_refused() {
     let job = Job::new(Layout::Rows);
     let progress = &mut |_, _| true;
     let path = job.path();
+    assert!(matches!(job.rank(0, options()).allocate(progress), Err(Error::Misused(ORDER))));
     assert!(matches!(job.rank(0, options()).write(progress), Err(Error::Misused(ORDER))));
     assert!(matches!(job.rank(0, options()).commit(commit(vec![]), progress), Err(Error::Misused(ORDER))));
     let rank = job.rank(0, options());
@@ -440,6 +450,30 @@ fn steps_out_of_order_are_refused() {
     assert!(matches!(rank.join(&path, OsStr::new("x")), Err(Error::Misused(ORDER))));
     assert!(matches!(rank.mail().pack(0), Err(Error::Stopped(_))));
     assert_eq!(job.entries().len(), 0);
+}
+
+#[test]
+fn each_file_is_allocated_by_one_rank_and_all_ranks_take_part() {
+    for layout in LAYOUTS {
+        let job = Job::new(layout);
+        let ranks = job.ranks();
+        let workspace = job.meet(&ranks);
+        let files = || std::fs::read_dir(&workspace).unwrap().count() - 1;
+        let mut counts = vec![files()];
+        for rank in &ranks[1..] {
+            let before = files();
+            rank.allocate(&mut |_, _| true).unwrap();
+            counts.push(files() - before);
+        }
+        let written: Vec<_> = job.table.plan.written().collect();
+        assert_eq!(counts.iter().sum::<usize>(), written.len());
+        assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1, "{counts:?}");
+        let length = |shard: &Shard| std::fs::metadata(workspace.join(&shard.file)).unwrap().len();
+        assert!(written.iter().all(|shard| length(shard) == shard.bytes));
+        let error = ranks[0].allocate(&mut |_, _| true).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::EEXIST), "{error}");
+        assert_eq!(job.entries().len(), 0);
+    }
 }
 
 #[test]
@@ -459,8 +493,8 @@ fn a_rank_that_does_not_see_the_workspace_says_so() {
 fn a_late_rank_does_not_touch_a_published_checkpoint() {
     let job = Job::new(Layout::Copies);
     let (ranks, late) = (job.ranks(), job.rank(1, options()));
-    let name = ranks[0].create(&job.path(), true, &mut |_, _| true).unwrap();
-    ranks[1..].iter().chain([&late]).for_each(|rank| rank.join(&job.path(), &name).unwrap());
+    let workspace = job.open(&ranks);
+    late.join(&job.path(), workspace.file_name().unwrap()).unwrap();
     assert!(write(&ranks).iter().all(Result::is_ok));
     ranks[0].commit(commit(pieces(&ranks)), &mut |_, _| true).unwrap();
     let changed = || {
