@@ -22,6 +22,7 @@ import pytest
 
 import fastckpt
 from harness import mounts, needs, strace, zygote
+from harness.draws import one_in
 from harness.rot import rot
 
 ENGINES = ["auto", "uring", "threads", "direct", "buffered"]
@@ -386,7 +387,7 @@ def test_killed_at_every_call(children, parent, tmp_path):
         "fsync",
         "unlinkat",
     ):
-        for when in itertools.count(1):
+        for when in itertools.count(1, one_in(2)):
             child = children.start("write_file", path=str(path), fill=old + 1, nbytes=2 * BLOCK, io="threads")
             child.next()
             with strace.attached(child.pid, tmp_path / "log", call, strace.injection(call, "signal=SIGKILL", when)):

@@ -1,4 +1,4 @@
-"""A thousand drawn interleavings of lazy saves with training: what is saved is what was there at the call."""
+"""Drawn interleavings of lazy saves with training: what is saved is what was there at the call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 import fastckpt
 from fastckpt.types import PendingSave
 from harness import limits, needs, points
+from harness.draws import one_in
 from harness.internals import Staging
 from harness.same import same
 
-TURNS = 1000
+TURNS = 1000 // one_in(2)
 pytestmark = [
     pytest.mark.usefixtures("alone", "matrices_late"),
     pytest.mark.filterwarnings("ignore:.*Profiler record function:UserWarning"),

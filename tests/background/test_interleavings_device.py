@@ -18,12 +18,13 @@ from torch.utils import _pytree
 
 import fastckpt
 from harness import limits, needs, points, standin
+from harness.draws import one_in
 from harness.same import same
 
 if not standin.AVAILABLE:
     needs.missing("a torch that can set up a device from Python")
 
-TURNS = 600
+TURNS = 600 // one_in(2)
 DEVICE, OTHER = torch.device("standin", 0), torch.device("standin", 1)
 SIDE = (40, 30)
 pytestmark = pytest.mark.usefixtures("alone", "clean")

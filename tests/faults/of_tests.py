@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
-    """Run the tests, perhaps under another program. A test is a trial, or as many as its property ``trials`` says."""
+    """Run the tests whole, perhaps under another program.
+
+    A test is a trial, or as many as its property ``trials`` says.
+    """
     report = run.place / "report.xml"
-    command = [*under, sys.executable, "-m", "pytest", "-q", "-x" if run.most == 1 else "--maxfail=10"]
+    command = ["env", "FASTCKPT_TEST_RUNS=all", *under, sys.executable, "-m", "pytest", "-q"]
+    command += ["-x" if run.most == 1 else "--maxfail=10"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     command += [f"--basetemp={run.place / 'tmp'}", *options]
     done = subprocess.run([*command, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)

@@ -289,7 +289,9 @@ def test_a_rank_that_is_struck_in_a_save(forge, tmp_path, store, number):
         for where, when, match, nth in save_points(rank)
     ]
     assert len(trials) >= 25
-    run_all(forge, tmp_path, trials)
+    # In the gate each point gets one of the two blows.
+    step = one_in(2)
+    run_all(forge, tmp_path, trials[(number == signal.SIGSTOP) % step :: step])
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 runs, a seed each.
 
-The gate takes every third of them, the nightly campaign of faults all: ``FASTCKPT_TEST_RUNS=all``.
+The gate takes every sixth of them, the nightly campaign of faults all: ``FASTCKPT_TEST_RUNS=all``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastckpt.exceptions import RanksError
 from harness.draws import one_in
 from harness.simulated import Faults, Job, ViolationError, World
 
-STEP = one_in(3)
+STEP = one_in(6)
 #: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
 SLACK = protocol.GRACE + 3
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastckpt
 import fastckpt.distributed
 from harness import groups  # noqa: TC001
+from harness.draws import one_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -357,7 +358,7 @@ def world(forge):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 // one_in(2), deadline=None, suppress_health_check=list(HealthCheck))
 @given(trial=trials())
 def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(world, tmp_path_factory, trial):
     base = tmp_path_factory.mktemp("trial")

@@ -28,12 +28,7 @@ ROWS = [
         "All ranks learn the same verdict, in time; what fails is named; the next operation works.",
         "drawn delays, deaths, stops, losses, late ranks and pauses of the store, on a virtual clock",
         "each rule of the protocol, switched off, breaks a promise in some run",
-        run=partial(
-            of_tests.run,
-            ("tests/ranks/test_simulated.py",),
-            ("-n", "2", "--dist", "worksteal"),
-            under=("env", "FASTCKPT_TEST_RUNS=all"),
-        ),
+        run=partial(of_tests.run, ("tests/ranks/test_simulated.py",), ("-n", "2", "--dist", "worksteal")),
         fast=0,
         nightly=1,
     ),
