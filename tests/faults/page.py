@@ -72,7 +72,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
-_MUTANTS = """A campaign that finds nothing may be blind. So the product is also built with one guard removed at a time, and
+_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard removed at a time, and
 the rows must detect it. Each mutant is caught. The file system decides when a missing sync shows. For a shard, whose
 blocks are allocated beforehand, it shows at once on btrfs, but on ext4 and XFS only if the device completes late.
 """
