@@ -14,13 +14,13 @@ DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
 
 _HEAD = """# What survives
 
-For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats it in a
-checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) says how.
+Which faults were injected, how often, and what was lost. `python -m tests.faults` repeats the campaign in a checkout
+([CONTRIBUTING.md](../CONTRIBUTING.md)).
 
-A trial is one fault and the check after it. What was acknowledged is kept outside of the program that is struck. 0
-violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. Where a
-fault is injected at each system call in turn, the trials are all there are. A row keeps its last run. The commit is the
-last one that had changed the product.
+A trial is one fault and the check after it. The record of acknowledged saves is kept outside the program under test. 0
+violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. If a
+fault is injected at each system call in turn, the trials cover all cases. Each row shows its last run; its
+commit is the last one that changed the product before the run.
 """
 
 
@@ -50,13 +50,13 @@ def write(source: Path, data: Path = DATA) -> None:
 
 def page(document: dict[str, Any]) -> str:
     """The text of the page."""
-    made = [_HEAD, "## Promises", "", "| | promise | fault | trials | violations | so the rate is |"]
+    made = [_HEAD, "## Promises", "", "| | promise | fault | trials | violations | violation rate |"]
     made.append("|---:|---|---|---:|---:|---|")
     for row in rows().values():
         found = document["rows"].get(row.name)
         counts = _counts(found, enumerated=bool(row.tests)) if found else f"{_UNCOUNTED[bool(row.tests)]} | | |"
         made.append(f"| {row.number} | {row.promise} | {row.fault} | {counts}")
-    made += ["", "## Mutants", "", _MUTANTS, "| dropped | caught by | trials until then |", "|---|---|---:|"]
+    made += ["", "## Mutants", "", _MUTANTS, "| removed | caught by | trials until then |", "|---|---|---:|"]
     for name, caught in document["mutants"].items():
         made += [
             f"| {name} | {row if one['caught'] else f'**not** by {row}'} | {one['trials']} |"
@@ -72,9 +72,9 @@ def page(document: dict[str, Any]) -> str:
 
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
-_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard dropped at a time, and
-the rows must notice. Each mutant is caught. Where a missing sync shows depends on the file system: that of a shard,
-whose blocks are allocated before, at once on btrfs; on ext4 and XFS only where the device completes late.
+_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard removed at a time, and
+the rows must detect it. Each mutant is caught. The file system decides when a missing sync shows. For a shard, whose
+blocks are allocated beforehand, it shows at once on btrfs, but on ext4 and XFS only if the device completes late.
 """
 
 

@@ -7,8 +7,8 @@ ROWS = [
     Row(
         2,
         "kills at system calls",
-        "What has a name is whole, old or new, and the next save leaves nothing else.",
-        "SIGKILL at the k-th call of each kind, for all k: saves, removals, base=, files=, copies",
+        "A named checkpoint is whole, old or new, and the next save removes everything else.",
+        "SIGKILL at the k-th system call of each kind, for all k: saves, removals, base=, files=, copies",
         "a save that outlives its k ends the count; the calls that must be among them are named",
         **row(
             (

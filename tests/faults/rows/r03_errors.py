@@ -7,8 +7,8 @@ ROWS = [
     Row(
         3,
         "failing calls",
-        "A save raises, with path and errno, or has saved; the old checkpoint stays; nothing is left behind.",
-        "EIO or ENOSPC from the k-th call of each kind, for all k",
+        "A save succeeds, or raises with path and errno and keeps the old checkpoint; it leaves nothing behind.",
+        "EIO or ENOSPC from the k-th system call of each kind, for all k",
         "the trace shows that the error was injected",
         **row(
             (
@@ -21,8 +21,8 @@ ROWS = [
     Row(
         10,
         "busy rings",
-        "What is no failure is invisible: the save succeeds.",
-        "EINTR, EAGAIN, EBUSY from io_uring_enter and others; no fallocate",
+        "A save succeeds despite errors that are not failures.",
+        "EINTR, EAGAIN, EBUSY from io_uring_enter and other calls; no fallocate",
         "the trace shows that the error was injected",
         **row(("tests/core/test_commit.py::test_what_is_no_failure_is_invisible",)),
     ),

@@ -48,7 +48,7 @@ ROWS = [
     Row(
         3,
         "calls of a mount",
-        "The same where a server or a daemon serves the files, and keeps those that are removed open.",
+        "The same if a server or a daemon serves the files and keeps removed files open.",
         "EIO, ESTALE, EACCES, ENOSPC, EDQUOT, EROFS from the k-th call of a FUSE mount, once or from then on",
         "each scene is played without a fault first; the mount counts the calls that failed",
         run=_calls,

@@ -7,8 +7,8 @@ ROWS = [
     Row(
         4,
         "order of syncs",
-        "Shards, manifest, directory, name and parent become durable in this order; what was replaced goes after that.",
-        "none: the system calls are read, with each engine",
+        "Shards, manifest, directory, name, parent become durable in this order; then the old checkpoint is removed.",
+        "none: the system calls of each engine are traced",
         "at least two shards; each sync is looked for by the path of its file",
         **row(
             (

@@ -18,7 +18,7 @@ def _row_of_ranks(scene: type[OfRanks], number: str, nightly: int) -> Row:
     return Row(
         4,
         f"power cuts of {number}ranks",
-        f"The same of {number or 'two '}ranks that save together.",
+        f"The same for {number or 'two '}ranks that save together.",
         "the same device below ext4, XFS or btrfs",
         "the same mutants reach ranks by the same commit",
         run=partial(_of_ranks, scene=scene),
@@ -33,9 +33,9 @@ def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
     return Row(
         4,
         f"power cuts on {kind}",
-        "After a power cut each acknowledged save is there, bit for bit; no other is half there; the next save works.",
-        f"{kind} on a device that completes late and out of order, flushes only what was complete, and loses or tears "
-        "any other write, data as well as metadata; direct and buffered",
+        "After a power cut each acknowledged save is intact, bit for bit; no other is partial; the next save works.",
+        f"{kind} on a device that completes late and out of order, flushes only completed writes, and loses or tears "
+        "any other write, of data or metadata; direct and buffered",
         "the mutants: with a missing sync, or a success that is told early, saves are lost",
         run=partial(power.cut, kind=kind),
         fast=fast,

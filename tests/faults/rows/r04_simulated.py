@@ -32,9 +32,9 @@ ROWS = [
     Row(
         4,
         NAME,
-        "After a power cut all that was acknowledged is there, bit for bit; nothing half counts as whole; one can "
-        "go on.",
-        "a disk that promises no more than POSIX: what is not synced is lost or stays, each page and name by itself",
+        "After a power cut all acknowledged data is intact, bit for bit; nothing partial counts as whole; the run "
+        "can continue.",
+        "a disk that promises only POSIX: each page and name that is not synced is independently lost or kept",
         "each missing or late sync, deleted from a record, is found (tests/faults/simulated_mutants.py)",
         run=_cut,
         fast=1_600,

@@ -60,7 +60,7 @@ ROWS = [
     Row(
         5,
         "shutdown",
-        "A save on a file system that has gone is no success.",
+        "A save on a file system that has shut down is not reported as a success.",
         "ext4 and XFS shut down between the rename and the last sync, btrfs cut between two shards",
         "the saver stands still where it is to be",
         **row(
@@ -73,7 +73,7 @@ ROWS = [
     Row(
         5,
         "shutdowns at any moment",
-        "What was acknowledged before a file system went is there when it is mounted again; the next save works.",
+        "Saves acknowledged before a file system shut down exist after it is remounted; the next save works.",
         "ext4 or XFS shut down at a random moment, with or without writing its log",
         "each scene is played without a fault first; the mutants",
         run=_shutdowns,

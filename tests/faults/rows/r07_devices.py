@@ -56,8 +56,8 @@ ROWS = [
     Row(
         7,
         f"failing devices below {kind}",
-        "A write or a flush that fails below is never a success; what was acknowledged stays; the next save works.",
-        f"{kind} on a device whose k-th write or flush fails, once or from then on, until it is mounted again "
+        "A failed write or flush of the device is never a success; acknowledged saves stay; the next save works.",
+        f"{kind} on a device whose k-th write or flush fails, once or from then on, until it is remounted "
         "(FUSE below a loop device: this kernel has no dm-error)",
         "each scene is played without a fault first; the device counts what it has failed",
         run=partial(_devices, kind=kind),

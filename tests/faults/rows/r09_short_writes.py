@@ -7,8 +7,8 @@ ROWS = [
     Row(
         9,
         "short writes",
-        "A save completes what was cut short, or raises; it never takes a part for the whole.",
-        "RLIMIT_FSIZE, full disks, and counts that strace shortens, with each engine",
+        "A save completes a short write, or raises; it never mistakes a part for the whole.",
+        "RLIMIT_FSIZE, full disks, and byte counts that strace shortens, with each engine",
         "the trace shows the short count",
         **row(
             (
@@ -23,8 +23,8 @@ ROWS = [
     Row(
         11,
         "full disk",
-        "A save on a full disk raises ENOSPC with its path, removes its own files, and the old checkpoint stays.",
-        "small ext4, XFS, btrfs and tmpfs, up to the last pages",
+        "A save on a full disk raises ENOSPC with its path, removes its own files, and keeps the old checkpoint.",
+        "small ext4, XFS, btrfs and tmpfs, full up to the last pages",
         "the next save, with room, succeeds",
         **row(
             (

@@ -162,8 +162,8 @@ ROWS = [
     Row(
         9,
         "limits of files",
-        "The same wherever a file may not grow any more.",
-        "RLIMIT_FSIZE, drawn; saves, removals, base=, files=, a Manager",
+        "The same if a file reaches its size limit at any point.",
+        "random RLIMIT_FSIZE; saves, removals, base=, files=, a Manager",
         "some saves are refused, and some are not",
         run=_limits,
         fast=12,
@@ -173,9 +173,9 @@ ROWS = [
     Row(
         11,
         "no room",
-        "The same for the last pages, the last inodes and the end of a quota, wherever a save meets them.",
-        "pages of tmpfs, ext4, XFS and btrfs, inodes of tmpfs and ext4, a quota of btrfs, all but a drawn rest of it "
-        "(this kernel has quotas of btrfs alone)",
+        "The same if a save runs out of pages, inodes or quota at any point.",
+        "a random number of free pages (tmpfs, ext4, XFS, btrfs), inodes (tmpfs, ext4) or bytes of a quota "
+        "(btrfs; this kernel has no other quotas)",
         "each kind refuses some saves; with room again the next save succeeds",
         run=_room,
         fast=12,

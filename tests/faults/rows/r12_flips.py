@@ -80,8 +80,8 @@ ROWS = [
     Row(
         12,
         "changed bytes",
-        "No load gives other values than those that were saved.",
-        "bits, bytes and pages of every file change, move or go, drawn",
+        "No load returns values other than those that were saved.",
+        "random bits, bytes and pages of every file are changed, moved or removed",
         "the checkpoint loads again once its bytes are put back",
         run=_flips,
         fast=1000,

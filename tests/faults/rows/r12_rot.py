@@ -7,8 +7,8 @@ ROWS = [
     Row(
         12,
         "damage",
-        "No load and no verify takes altered bytes for those that were saved.",
-        "bits flipped, files cut short, blocks swapped, shards of other steps, in every region",
+        "No load and no verify accepts altered bytes.",
+        "flipped bits, truncated files, swapped blocks and shards of other steps, in every region",
         "the checkpoint loads before, and again once the bit is flipped back",
         **row(
             (
@@ -30,8 +30,8 @@ ROWS = [
     Row(
         12,
         "altered messages",
-        "A bit that changes between ranks is an error on both sides, and nothing is committed.",
-        "one bit of a message or of a word in the store is another one, in saves and loads of ranks",
+        "A bit that flips between two ranks is an error on both, and nothing is committed.",
+        "one flipped bit of a message or of a value in the store, in saves and loads of ranks",
         "the number of the message that was altered is told",
         **row(("tests/ranks/test_altered.py",)),
         mutants=(
@@ -42,8 +42,8 @@ ROWS = [
     Row(
         12,
         "replicas",
-        "Copies of one tensor that differ between ranks are refused by name, before a byte is committed.",
-        "one rank has other values",
+        "A tensor whose copies differ between ranks is refused by name before anything is committed.",
+        "one rank has different values",
         "copies that are equal are saved",
         **row(("tests/ranks/test_replicas.py",)),
         mutants=("replicas",),
@@ -51,7 +51,7 @@ ROWS = [
     Row(
         14,
         "fallback",
-        "A run goes on from the newest whole checkpoint, with a warning; retention does not count damaged ones.",
+        "A run continues from the newest whole checkpoint, with a warning; retention does not count damaged ones.",
         "the newest checkpoint of a run is damaged",
         "the run goes on from it when it is whole",
         **row(

@@ -93,8 +93,8 @@ ROWS = [
     Row(
         13,
         "lies of a mount",
-        "What storage has lost, moved, cut or altered without a word is not taken for what was saved.",
-        "a write or a read of a FUSE mount that succeeds, with a bit of it altered, a part, another place, or nothing",
+        "Data that storage silently lost, moved, cut or altered is not accepted.",
+        "a write or read of a FUSE mount that succeeds with a flipped bit, a part, a wrong place, or nothing",
         "each scene is played without a lie first, and the load after one succeeds",
         run=_lies,
         fast=24,

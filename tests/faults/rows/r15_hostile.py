@@ -21,7 +21,7 @@ ROWS = [
     Row(
         15,
         "fuzzed core",
-        "The core accepts sound headers, manifests, tokens, plans and messages; all others are errors.",
+        "The core accepts valid headers, manifests, tokens, plans and messages; all others are errors.",
         "libFuzzer, with AddressSanitizer, on headers, manifests, tokens, plans and messages of ranks",
         "each target has inputs that are accepted",
         fuzz,
@@ -32,8 +32,8 @@ ROWS = [
     Row(
         15,
         "two readers",
-        "The core and the portable reader say the same of each manifest.",
-        "manifests with drawn values, brackets and names in the place of others, under a right checksum",
+        "The core and the portable reader give the same result for each manifest.",
+        "manifests with values, brackets and names replaced at random, and a correct checksum",
         "some are accepted",
         **row(("tests/portable/test_reader.py::test_mutated_manifests_have_the_verdict_of_the_core",)),
     ),
@@ -41,7 +41,7 @@ ROWS = [
         15,
         "hostile files",
         "A hostile file is an error: no crash, no hang, no memory beyond its size.",
-        "manifests and headers with every member missing, of a wrong type, out of range, huge, doubled or mutated",
+        "manifests and headers, each member missing, of a wrong type, out of range, huge, duplicate or mutated",
         "the file loads before it is made hostile",
         **row(
             (
@@ -54,8 +54,8 @@ ROWS = [
     Row(
         16,
         "paths that lead out",
-        "Nothing outside of the checkpoint is opened, and no open waits.",
-        "names with dots, links, FIFOs and devices in the place of files",
+        "Nothing outside the checkpoint is opened, and opening never waits.",
+        "names with dots, and links, FIFOs and devices in place of files",
         "the trace of the opens",
         **row(
             (
@@ -69,8 +69,8 @@ ROWS = [
     Row(
         17,
         "no code",
-        "No load runs code of a file.",
-        "pickles in the place of shards and beside them",
+        "No load runs code from a file.",
+        "pickles in place of shards and beside them",
         "the pickle would write a file",
         **row(("tests/core/test_hostile.py::test_pickle_in_place_of_shards_and_beside_them",)),
     ),

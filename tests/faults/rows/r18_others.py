@@ -7,8 +7,8 @@ ROWS = [
     Row(
         18,
         "modes",
-        "Files have the mode 0666 and directories 0777, both less the umask, or that of what they replace.",
-        "four umasks, setgid directories, closed checkpoints",
+        "Files have mode 0666 and directories 0777, less the umask, or the mode of the file that they replace.",
+        "four umasks, setgid directories, checkpoints with restricted modes",
         "the modes of a plain program",
         **row(
             (
@@ -22,8 +22,8 @@ ROWS = [
     Row(
         19,
         "two savers",
-        "Of savers to one path one wins whole, and the others are told.",
-        "savers stopped in front of a system call while a rival commits; two at once, killed",
+        "If several savers use one path, one wins whole, and the others get a warning or an error.",
+        "savers stopped before a system call while a rival commits; two at once, killed",
         "each saver succeeds alone",
         **row(
             (
@@ -37,8 +37,8 @@ ROWS = [
     Row(
         22,
         "readers",
-        "A load beside saves and removals gives one checkpoint whole, or says that it is gone.",
-        "readers overtaken at every open; savers in a loop",
+        "A load during saves and removals returns one whole checkpoint, or reports that it is gone.",
+        "readers interrupted at every open by a save or removal; savers in a loop",
         "the reader sees several checkpoints",
         **row(
             (
@@ -51,8 +51,8 @@ ROWS = [
     Row(
         26,
         "leftovers",
-        "What the dead leave is swept by the next save, and nobody takes the work of the living.",
-        "savers killed or stopped, of other containers, PID namespaces, hosts and boots",
+        "The next save sweeps leftovers of dead savers, and no save touches the workspace of a live one.",
+        "killed or stopped savers of other containers, PID namespaces, hosts and boots",
         "a workspace is there before the sweep",
         **row(
             (
@@ -67,8 +67,8 @@ ROWS = [
     Row(
         36,
         "over the source",
-        "A state that was loaded from a path is saved over it, mapped or not.",
-        "the saved tensors are those of the file",
+        "A state that was loaded from a path can be saved over it, mapped or not.",
+        "the saved tensors come from the file itself",
         "the bytes are compared",
         **row(
             (

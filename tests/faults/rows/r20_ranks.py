@@ -17,7 +17,7 @@ ROWS = [
     Row(
         20,
         "struck ranks",
-        "A rank killed or stopped at any step is an error for the others in time; old or new; the next save works.",
+        "If a rank is killed or stopped, the others get an error in time; the path stays whole; the next save works.",
         "SIGKILL and SIGSTOP of a rank at each named step of a save or load",
         "the rank reports the blow",
         **row(("tests/ranks/test_faults.py",)),
@@ -25,8 +25,8 @@ ROWS = [
     Row(
         20,
         "simulated ranks",
-        "All ranks learn the same verdict, in time; what fails is named; the next operation works.",
-        "drawn delays, deaths, stops, losses, late ranks and pauses of the store, on a virtual clock",
+        "All ranks get the same verdict, in time; errors name the failure; the next operation works.",
+        "random delays, deaths, stops, losses, late ranks and pauses of the store, on a virtual clock",
         "each rule of the protocol, switched off, breaks a promise in some run",
         run=partial(of_tests.run, ("tests/ranks/test_simulated.py",), ("-n", "2", "--dist", "worksteal")),
         fast=0,
@@ -35,8 +35,8 @@ ROWS = [
     Row(
         20,
         "groups",
-        "A group to which something has happened goes on: its next calls succeed on all ranks.",
-        "a rank misses a call, fails, leaves or stands still, or the store does; at drawn entry points",
+        "After a fault, the next calls of the group succeed on all ranks.",
+        "a rank misses a call, fails, leaves or stops, or the store stops; at random entry points",
         "the calls before it succeed; what is told as saved is there",
         run=_groups,
         fast=0,

@@ -7,16 +7,16 @@ ROWS = [
     Row(
         23,
         "preemption",
-        "A preempted run saves within its grace, or gives up cleanly, and passes the signal on.",
-        "SIGTERM and others, within saves, evaluations and waits",
+        "A preempted run saves within its grace period, or abandons the save cleanly, and passes the signal on.",
+        "SIGTERM and other signals in saves, evaluations and waits",
         "without a signal the run goes on",
         **row(("tests/manager/test_preemption.py",)),
     ),
     Row(
         24,
         "failures in the background",
-        "The failure of a save in the background is raised by the next call, or told at exit.",
-        "errors of the storage in the background",
+        "The failure of a save in the background is raised by the next call, or printed at exit.",
+        "storage errors in the background",
         "the same save succeeds when repeated",
         **row(
             (
@@ -31,7 +31,7 @@ ROWS = [
     Row(
         25,
         "snapshots",
-        "What is saved in the background is what was there at the call.",
+        "A save in the background saves the values at the call.",
         "every tensor is changed right after the call",
         "the changed values differ",
         **row(
@@ -44,8 +44,8 @@ ROWS = [
     Row(
         28,
         "forks",
-        "A child that was forked hinders nobody, and saves by itself.",
-        "forks before, within and after saves",
+        "A forked child does not disturb its parent, and can save by itself.",
+        "forks before, during and after saves",
         "the child saves and loads",
         **row(
             (

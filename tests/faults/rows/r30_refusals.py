@@ -37,7 +37,7 @@ def suite(kind: str, fault: str) -> Row:
     return Row(
         30,
         f"the tests: {kind}",
-        "The tests of saves, loads, managers and saves in the background pass where the machine refuses.",
+        "The tests of saves, loads, managers and saves in the background pass despite the restriction.",
         fault,
         "the same tests pass where nothing is refused",
         run=partial(of_tests.run, SUITE, options, under=under),
@@ -53,7 +53,7 @@ ROWS = [
     Row(
         30,
         "no io_uring",
-        "Where the kernel refuses a ring, threads write, and the report says so once.",
+        "If the kernel refuses io_uring, threads write, and the report says so once.",
         "seccomp (EPERM, ENOSYS), locked memory, ordinary users",
         "without a refusal the ring runs",
         **row(("tests/core/test_fallback.py",)),
@@ -61,7 +61,7 @@ ROWS = [
     Row(
         31,
         "other file systems",
-        "Each file system that is here takes saves, with direct I/O or without, and survives kills.",
+        "Saves work on each file system, with direct I/O or without, and survive kills.",
         "ramfs, tmpfs, overlay, FUSE, ext4, XFS, btrfs",
         "the same on the disk of the machine",
         **row(
@@ -74,7 +74,7 @@ ROWS = [
     Row(
         32,
         "two machines",
-        "Machines of one NFS see whole checkpoints, and sweep only the dead.",
+        "Machines that share an NFS server see whole checkpoints, and sweep only leftovers of dead savers.",
         "two clients of a real NFS server in user-mode Linux, or of one FUSE mount",
         "the rivals commit alone",
         **row(

@@ -43,8 +43,8 @@ ROWS = [
     Row(
         35,
         "sanitizers",
-        "The core uses no memory that is not its own.",
-        "none: its Rust tests run with AddressSanitizer",
+        "The core accesses only its own memory.",
+        "none: the Rust tests of the core run with AddressSanitizer",
         "a read beyond a buffer is reported",
         sanitized,
         fast=0,
@@ -53,8 +53,8 @@ ROWS = [
     Row(
         35,
         "orders of threads",
-        "Nobody waits for ever, and nobody sees halves: the mail of ranks, the pool of workers, the counters.",
-        "shuttle draws orders of threads; loom tries all that interrupt one three times, and all delays of stores",
+        "The mail of ranks, the pool of workers and the counters never deadlock, and never show partial updates.",
+        "shuttle draws random thread orders; loom tries all with up to three preemptions, and all delays of stores",
         "a wake-up, a fence or a condition that is left out is found",
         orders,
         fast=0,

@@ -141,8 +141,8 @@ ROWS = [
     Row(
         37,
         "bad network of a store",
-        "A copy or a drain to an object store is there whole, or raises; a load is right, or raises; later all works.",
-        "a proxy that loses requests or answers, repeats, delays and refuses them (500, 503), and cuts answers short",
+        "A copy or drain to an object store is whole, or raises; a load is correct, or raises; later calls succeed.",
+        "a proxy that loses, repeats, delays and refuses (500, 503) requests, and loses or truncates answers",
         "each fault is counted; without faults the same calls succeed",
         run=_stores,
         fast=2,
