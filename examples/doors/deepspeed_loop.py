@@ -1,4 +1,4 @@
-"""A loop on DeepSpeed through fastckpt. Run it again after any end, and it resumes: deepspeed_loop.py [STEPS]."""
+"""A loop on DeepSpeed that saves through fastckpt. Started again, it resumes: deepspeed_loop.py [STEPS]."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import fastckpt
 
-fastckpt.integrations.deepspeed.install()  # the line that changes
+fastckpt.integrations.deepspeed.install()  # the line to add
 
 config = {
     "train_micro_batch_size_per_gpu": 8,
