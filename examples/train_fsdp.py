@@ -160,7 +160,7 @@ def main() -> None:
     with manager_of(options) as manager:
         steps = manager.steps()
         if steps and not options.resume:
-            raise SystemExit(f"there is {manager.path(steps[-1])}: add --resume to go on, or choose another --out")
+            raise SystemExit(f"{manager.path(steps[-1])} exists: add --resume to continue, or choose another --out")
         training.resume(manager)
         manager.save_on_signal(signal.SIGTERM, grace="25s")
         while training.step < options.steps:

@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
 if any(Path("runs/accelerate/checkpoints").glob("checkpoint_[0-9]*")):
     accelerator.load_state()
-    print("goes on after step", accelerator.step)
+    print("resumes after step", accelerator.step)
 
 for step in range(accelerator.step + 1, int(sys.argv[1] if len(sys.argv) > 1 else 40) + 1):
     x = torch.randn(8, 16, device=accelerator.device)

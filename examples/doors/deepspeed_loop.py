@@ -21,7 +21,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 path, _ = engine.load_checkpoint("runs/deepspeed")
 if path is not None:
-    print("goes on after step", engine.global_steps)
+    print("resumes after step", engine.global_steps)
 
 while engine.global_steps < int(sys.argv[1] if len(sys.argv) > 1 else 40):
     x = torch.randn(8, 16, device=engine.device, dtype=torch.bfloat16)
