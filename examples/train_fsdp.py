@@ -5,13 +5,13 @@
 
 Each rank holds a part of every parameter. ``fastckpt.Manager`` works over all ranks and writes these parts to their
 final places: the files are those that one process would write, so any number of ranks can read them, and so can one
-process (``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``kill -9``): no rank hangs, what the last
-save made durable stays, and ``--resume`` continues from there. SIGTERM saves the step and ends the run.
+process (``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``kill -9``): no rank hangs, the last
+durable checkpoint stays, and ``--resume`` continues from it. SIGTERM saves the step and ends the run.
 
-With the same number of ranks a resumed run on CPUs repeats the losses of an undisturbed one to the last bit. With
-another number the sums are taken in another order, so the losses agree but for rounding. The data does not depend on
-the number of ranks: a step takes one global batch, and each rank a slice of it. What does differ by rank, the state of
-the random generators, is saved with ``per_rank=``.
+With the same number of ranks, a resumed run on CPUs repeats the losses of an undisturbed one to the last bit. With
+another number, sums have another order, so the losses agree except for rounding. The data does not depend on the
+number of ranks: a step uses one global batch, and each rank a slice of it. Only the states of the random generators
+differ by rank; they are saved with ``per_rank=``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fastckpt import when
 
 
 class Training:
-    """What a step changes, on this rank."""
+    """Everything on this rank that a step changes."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.text = read_text()
         self.step = 0
-        # All ranks begin with the same weights; what is drawn in training (dropout) differs from rank to rank.
+        # All ranks begin with the same weights; random numbers in training (dropout) differ from rank to rank.
         torch.manual_seed(options.seed)
         model = GPT(options.context, width=options.width, dropout=options.dropout).to(device)
         torch.manual_seed(options.seed + 1 + self.rank)
@@ -73,18 +73,18 @@ class Training:
         return float(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that all ranks have together: DTensors, and values that are equal everywhere."""
+        """Return the state that all ranks share: DTensors, and values that are equal on all ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def random_state(self) -> dict[str, Any]:
-        """Return what only this rank has."""
+        """Return the state of this rank alone."""
         device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return {"cpu": torch.get_rng_state(), "device": device}
 
     def resume(self, manager: fastckpt.Manager) -> None:
         """Fill this rank's parts from the newest checkpoint that verifies, of any number of ranks."""
-        # The tensors of the model are filled where they are.
+        # The tensors of the model are filled in place.
         found = manager.restore(into=self.state_dict())
         if found is None:
             return
@@ -93,7 +93,7 @@ class Training:
             self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
         )
         self.step = found.step
-        # With another number of ranks, no saved generator fits a rank: each begins a new one.
+        # With another number of ranks, no saved generator fits a rank: each starts a new one.
         if found.per_rank is not None:
             torch.set_rng_state(found.per_rank["cpu"])
             if self.device.type == "cuda":
@@ -102,7 +102,7 @@ class Training:
             print(f"resumed from {found.path} with {self.ranks} ranks", flush=True)
 
     def tell(self, loss: float) -> None:
-        """Print the loss of the step that was taken, on rank 0."""
+        """Print the loss of the step, on rank 0."""
         if self.rank == 0:
             print(f"step {self.step:5d}  loss {loss:.4f}", flush=True)
             if self.options.losses:
@@ -111,28 +111,28 @@ class Training:
 
 
 def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
-    """Return what saves, keeps and finds the checkpoints of the run, on all ranks together."""
+    """Return the manager of the run's checkpoints, on all ranks."""
     return fastckpt.Manager(
         options.out,
         ranks=fastckpt.distributed.Ranks(timeout=options.timeout),
         keep=options.keep,
-        # The last step, too, so that the next run can go on there.
+        # The last step, too, so that the next run can continue from it.
         save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=False,
     )
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2; save and resume with fastckpt.")
     parser.add_argument("--steps", type=int, default=40, help="train up to this step (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=10, help="steps between saves (default: %(default)s)")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints to keep (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"), help="directory (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --out")
     parser.add_argument("--batch", type=int, default=8, help="windows of text in a step (default: %(default)s)")
     parser.add_argument("--context", type=int, default=64, help="bytes of text in a window (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=96, help="of the model, in multiples of 4 (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=96, help="model width, a multiple of 4 (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -147,7 +147,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, as one of the ranks that torchrun starts."""
+    """Train as one of the ranks that torchrun starts."""
     options = parse_options()
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
@@ -160,7 +160,7 @@ def main() -> None:
     with manager_of(options) as manager:
         steps = manager.steps()
         if steps and not options.resume:
-            raise SystemExit(f"there is {manager.path(steps[-1])}: add --resume to go on, or choose another --out")
+            raise SystemExit(f"{manager.path(steps[-1])} exists: add --resume to continue, or choose another --out")
         training.resume(manager)
         manager.save_on_signal(signal.SIGTERM, grace="25s")
         while training.step < options.steps:

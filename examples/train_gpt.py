@@ -3,14 +3,14 @@
     python examples/train_gpt.py --steps 200 --save-every 50 --out runs/gpt
     python examples/train_gpt.py --steps 400 --save-every 50 --out runs/gpt --resume
 
-All that a run depends on goes into one dictionary: model, optimizer, learning-rate schedule, gradient scaler, position
-in the data, and the states of the random generators of torch, NumPy and Python. A ``fastckpt.Manager`` makes it durable
-under ``OUT/step-00000050``, keeps the last ones, and finds the newest that verifies for ``--resume``. Kill the program
-at any moment: on a CPU the resumed run repeats the losses of an uninterrupted one to the last bit (give both the same
-options; a sum's last bits depend on the number of threads). SIGTERM saves the step and ends the run.
+Everything that a run depends on goes into one dictionary: model, optimizer, learning-rate schedule, gradient scaler,
+position in the data, and the states of the random generators of torch, NumPy and Python. A ``fastckpt.Manager`` saves
+it to ``OUT/step-00000050``, keeps the last checkpoints, and loads the newest that verifies for ``--resume``. Kill the
+program at any moment: on a CPU the resumed run repeats the losses of an uninterrupted one to the last bit (with the
+same options: a sum's last bits depend on the number of threads). SIGTERM saves the step and ends the run.
 
-With ``--async`` training continues while a checkpoint is written: the state is copied while the next forward and
-backward run, and the optimizer's step waits for the copy.
+With ``--async`` training continues while a checkpoint is written: the state is copied during the next forward and
+backward, and the optimizer step waits for the copy.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Batches:
 
     def __init__(self, text: Tensor, *, batch: int, context: int, seed: int) -> None:
         self.text, self.batch, self.context = text, batch, context
-        # One window less than fit: a window may start up to `context` bytes later than its place says.
+        # One window fewer than fit: a window may start up to `context` bytes after its place.
         self.windows = len(text) // context - 2
         self.random = np.random.default_rng(seed)
         self.order = self.random.permutation(self.windows)
@@ -102,23 +102,23 @@ class Batches:
             self.order, self.position = self.random.permutation(self.windows), 0
         chosen = self.order[self.position : self.position + self.batch]
         self.position += self.batch
-        # The windows' starts shift a little each time, by Python's generator: its state matters, too.
+        # Python's generator shifts the starts of the windows each time, so its state matters, too.
         starts = [int(window) * self.context + random.randrange(self.context) for window in chosen]
         rows = torch.stack([self.text[start : start + self.context + 1] for start in starts]).long()
         return rows[:, :-1], rows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides all batches to come."""
+        """Return the state that decides all later batches."""
         return {"order": self.order, "position": self.position, "random": self.random.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Continue where ``state`` was saved."""
         self.order, self.position = state["order"], state["position"]
         self.random.bit_generator.state = state["random"]
 
 
 class Training:
-    """Everything that a step changes, and how to save and restore it as one state."""
+    """Everything that a step changes; saves and restores it as one state."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         random.seed(options.seed)
@@ -129,13 +129,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
         # The rate at a step must not depend on where this run ends, or a resumed, longer run would differ.
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warmup_then_decay)
-        # Half precision needs the scaler; on a CPU it is off, and its state is an empty dictionary.
+        # Half precision needs the scaler; on a CPU the scaler is off, and its state is an empty dictionary.
         self.half = self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half)
         self.batches = Batches(read_text(), batch=options.batch, context=options.context, seed=options.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole training state: what comes next follows from it alone."""
+        """Return the whole training state, which decides all later steps."""
         return {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -151,7 +151,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what ``state`` was taken from."""
+        """Restore ``state``."""
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -164,7 +164,7 @@ class Training:
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
 
     def train_step(self) -> float:
-        """Take one step and return its loss."""
+        """Take one step, and return its loss."""
         inputs, targets = (part.to(self.device) for part in self.batches.next())
         with torch.autocast(self.device.type, dtype=torch.float16, enabled=self.half):
             loss = self.model(inputs, targets)
@@ -185,11 +185,11 @@ def warmup_then_decay(step: int, warmup: int = 20) -> float:
 
 
 def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
-    """Return what saves, keeps and finds the checkpoints of the run."""
+    """Return the manager of the run's checkpoints."""
     return fastckpt.Manager(
         options.out,
         keep=options.keep,
-        # The last step, too, so that the next run can go on there.
+        # The last step, too, so that the next run can continue from it.
         save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=options.asynchronous,
         save_options={"io": fastckpt.IO(lazy=True, threads=1, nice=10)} if options.asynchronous else None,
@@ -197,14 +197,14 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT, save with fastckpt, resume bit for bit.")
     parser.add_argument("--steps", type=int, default=200, help="train up to this step (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=50, help="steps between saves (default: %(default)s)")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints to keep (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="directory (default: %(default)s)")
-    parser.add_argument("--async", action="store_true", dest="asynchronous", help="train on while a save is written")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--async", action="store_true", dest="asynchronous", help="continue training during the write")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--context", type=int, default=96, help="bytes of text in a window (default: %(default)s)")
@@ -233,7 +233,7 @@ def main() -> None:
     with manager_of(options) as manager:
         steps = manager.steps()
         if steps and not options.resume:
-            raise SystemExit(f"there is {manager.path(steps[-1])}: add --resume to go on, or choose another --out")
+            raise SystemExit(f"{manager.path(steps[-1])} exists: add --resume to continue, or choose another --out")
         found = manager.restore()
         if found is not None:
             training.load_state_dict(found.state)
@@ -243,7 +243,7 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, training: Training, manager: fastckpt.Manager) -> None:
-    """Take all steps that are left."""
+    """Take the remaining steps."""
     begin, first = time.perf_counter(), training.step
     while training.step < options.steps:
         loss = training.train_step()

@@ -1,4 +1,4 @@
-"""A loop on accelerate through fastckpt. Run it again after any end, and it resumes: accelerate_loop.py [STEPS]."""
+"""A loop on accelerate that saves through fastckpt. Started again, it resumes: accelerate_loop.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 
 import fastckpt
 
-fastckpt.integrations.accelerate.install()  # the line that changes
+fastckpt.integrations.accelerate.install()  # the line to add
 
 naming = ProjectConfiguration("runs/accelerate", automatic_checkpoint_naming=True, total_limit=2)
 accelerator = Accelerator(project_config=naming, cpu=not torch.cuda.is_available())
@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
 if any(Path("runs/accelerate/checkpoints").glob("checkpoint_[0-9]*")):
     accelerator.load_state()
-    print("goes on after step", accelerator.step)
+    print("resumes after step", accelerator.step)
 
 for step in range(accelerator.step + 1, int(sys.argv[1] if len(sys.argv) > 1 else 40) + 1):
     x = torch.randn(8, 16, device=accelerator.device)

@@ -1,4 +1,4 @@
-"""A loop on DeepSpeed through fastckpt. Run it again after any end, and it resumes: deepspeed_loop.py [STEPS]."""
+"""A loop on DeepSpeed that saves through fastckpt. Started again, it resumes: deepspeed_loop.py [STEPS]."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import fastckpt
 
-fastckpt.integrations.deepspeed.install()  # the line that changes
+fastckpt.integrations.deepspeed.install()  # the line to add
 
 config = {
     "train_micro_batch_size_per_gpu": 8,
@@ -21,7 +21,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 path, _ = engine.load_checkpoint("runs/deepspeed")
 if path is not None:
-    print("goes on after step", engine.global_steps)
+    print("resumes after step", engine.global_steps)
 
 while engine.global_steps < int(sys.argv[1] if len(sys.argv) > 1 else 40):
     x = torch.randn(8, 16, device=engine.device, dtype=torch.bfloat16)

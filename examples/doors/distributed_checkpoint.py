@@ -1,4 +1,4 @@
-"""A program that saves by torch.distributed.checkpoint, on any number of ranks: distributed_checkpoint.py [STEPS]."""
+"""A program that saves with torch.distributed.checkpoint, on any number of ranks: distributed_checkpoint.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fastckpt
 
-fastckpt.dcp.install()  # the line that changes
+fastckpt.dcp.install()  # the line to add
 
 model = nn.Linear(16, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -18,7 +18,7 @@ path, done = Path("runs/dcp/last"), 0
 
 
 def state(step: int) -> dict:
-    """What is saved, or filled."""
+    """The state to save or to fill."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 

@@ -1,4 +1,4 @@
-"""A program that saves to URLs by fsspec, with files that are whole, durable and checked: fsspec_files.py [STEPS]."""
+"""A program that saves atomic, durable and verified files to fsspec's URLs: fsspec_files.py [STEPS]."""
 
 import sys
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from fastckpt.integrations.fsspec import FileSystem
 
-files = FileSystem()  # the line that changes; fsspec.filesystem("fastckpt") makes the same
+files = FileSystem()  # the line to change; or fsspec.filesystem("fastckpt")
 
 model = nn.Linear(16, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Lightning through fastckpt. Run it again after any end, and it resumes: lightning_trainer.py [STEPS]."""
+"""Lightning's Trainer, which saves through fastckpt. Started again, it resumes: lightning_trainer.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ class Regression(lightning.LightningModule):
 
 trainer = lightning.Trainer(
     max_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 40,
-    plugins=[CheckpointIO()],  # the line that changes
+    plugins=[CheckpointIO()],  # the line to add
     callbacks=[RandomStates(), ModelCheckpoint("runs/lightning", every_n_train_steps=10, save_last=True)],
     logger=False,
 )

@@ -1,4 +1,4 @@
-"""A loop of your own. Run it again after any end, and it resumes where it stopped: plain_loop.py [STEPS]."""
+"""A plain training loop. Started again, it resumes where it stopped: plain_loop.py [STEPS]."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ray Train with fastckpt. Again after any end, it goes on: ray_train.py [STEPS]. The tests have a stand-in for Ray."""
+"""Ray Train with fastckpt. Started again, it resumes: ray_train.py [STEPS]. Tests run it with a stand-in for Ray."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def train(config):
             optimizer.step()
             manager.save(step, state)
             report({"loss": loss.item(), "step": step}, manager)
-    report({"loss": loss.item(), "step": step}, manager)  # the last one is durable
+    report({"loss": loss.item(), "step": step}, manager)  # the last checkpoint is durable
 
 
 trainer = ray.train.torch.TorchTrainer(

@@ -1,4 +1,4 @@
-"""Weights in one file of safetensors, whole, durable and checked: safetensors_file.py [STEPS]."""
+"""Weights in one safetensors file, atomic, durable and verified: safetensors_file.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastckpt.integrations.safetensors import safe_open, save_file  # the line that changes
+from fastckpt.integrations.safetensors import safe_open, save_file  # the line to change
 
 model = nn.Linear(16, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

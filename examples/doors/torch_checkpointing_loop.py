@@ -1,4 +1,4 @@
-"""torch_checkpointing's manager, with files that are durable and checked: torch_checkpointing_loop.py [STEPS]."""
+"""torch_checkpointing's manager, with durable and verified files: torch_checkpointing_loop.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from fastckpt.integrations.torch_checkpointing import StorageConfig
 model = nn.Linear(16, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 config = CheckpointManager.Config.with_sync_save()
-config.storage_config = StorageConfig()  # the line that changes
+config.storage_config = StorageConfig()  # the line to add
 manager = config.build()
 folder, done = Path("runs/torch_checkpointing").absolute(), 0
 saved = sorted(folder.glob("step-*"))

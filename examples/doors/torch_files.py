@@ -1,4 +1,4 @@
-"""A program that saves by torch.save, with files that are whole, durable and checked: torch_files.py [STEPS]."""
+"""A program that saves atomic, durable and verified files with torch.save: torch_files.py [STEPS]."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import nn
 
 import fastckpt
 
-fastckpt.integrations.torch.install()  # the line that changes
+fastckpt.integrations.torch.install()  # the line to add
 
 model = nn.Linear(16, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

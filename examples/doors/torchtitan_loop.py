@@ -1,4 +1,4 @@
-"""The checkpoint manager of torchtitan, in a loop as its trainer has it: torchtitan_loop.py [STEPS]."""
+"""torchtitan's checkpoint manager, in a loop like that of torchtitan's trainer: torchtitan_loop.py [STEPS]."""
 
 import sys
 

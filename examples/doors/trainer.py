@@ -1,4 +1,4 @@
-"""transformers' Trainer through fastckpt. Run it again after any end, and it resumes: trainer.py [STEPS]."""
+"""transformers' Trainer, which saves through fastckpt. Started again, it resumes: trainer.py [STEPS]."""
 
 import sys
 
@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import fastckpt
 
-fastckpt.integrations.transformers.install()  # the line that changes
+fastckpt.integrations.transformers.install()  # the line to add
 
 arguments = TrainingArguments(
     "runs/trainer",

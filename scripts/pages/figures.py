@@ -89,7 +89,7 @@ class Figure:
 
 def directory() -> Figure:
     """The files of a checkpoint, and who reads which."""
-    figure = Figure("The files of a checkpoint, and who reads which", 292)
+    figure = Figure("The files of a checkpoint, and which tools read them", 292)
     columns = {"fastckpt": (430, "blue"), "transformers": (540, "green"), "safetensors": (655, "amber")}
     figure.text(20, 34, "step-1000/", "ink code bold")
     for name, (x, _) in columns.items():
@@ -183,7 +183,7 @@ def ranks() -> Figure:
         y = 60 + 92 * rank
         figure.arrow(470, 112 + 28 * rank, 546, y + 32)
         figure.label(548, y, 152, 64, "green", f"rank {rank}:", f"rows {128 * rank}-{128 * rank + 127}", of="ink small")
-    words = "Shards as from one process, to the last byte: nothing to consolidate, convert or reshard."
+    words = "The same shards as from one process, to the last byte: nothing to consolidate or convert."
     figure.text(360, 258, words, "dim small", "middle")
     return figure
 
@@ -201,7 +201,7 @@ def tiers() -> Figure:
         figure.text(x + 84, 73, about, "dim small", "middle")
         for number, step in enumerate(steps):
             figure.label(x + 24, 96 + 38 * number, 120, 30, "ground", step, of="ink code")
-    figure.text(616, 196, "step-3000 is coming", "dim small", "middle")
+    figure.text(616, 196, "step-3000 is being copied", "dim small", "middle")
     figure.text(336, 196, "step-1000 was removed", "dim small", "middle")
     figure.arrow(140, 100, 250, 100)
     figure.text(195, 90, "save", "ink bold", "middle")
@@ -211,12 +211,12 @@ def tiers() -> Figure:
     figure.text(475, 90, "drain", "ink bold", "middle")
     figure.arrow(530, 160, 422, 160, dashed=True)
     figure.text(475, 178, "restore", "ink", "middle")
-    figure.text(20, 250, "Save: durable on the local disk, then training goes on.", "dim small")
+    figure.text(20, 250, "Save: durable on the local disk, then training continues.", "dim small")
     figure.text(20, 268, "Drain: in the background, each byte compared with its checksum.", "dim small")
     figure.text(
         20,
         286,
-        "Restore: after a lost process from the local tier, after a lost node from the remote one.",
+        "Restore: from the local tier after a lost process, from the remote one after a lost node.",
         "dim small",
     )
     return figure
@@ -253,10 +253,10 @@ def commit() -> Figure:
     figure.text(
         20,
         294,
-        "Never a half. Where names cannot be exchanged (NFS, Lustre, FUSE), step 3 is two renames,",
+        "Never half a checkpoint. Without an exchange of names (NFS, Lustre, FUSE), step 3 is two renames:",
         "dim small",
     )
-    figure.text(20, 311, "and between them load waits for the new one, or puts the old one back.", "dim small")
+    figure.text(20, 311, "between them load waits for the new checkpoint, or restores the old one.", "dim small")
     return figure
 
 
@@ -265,7 +265,7 @@ def calls() -> Figure:
     figure = Figure("Which call do I need? Questions from top to bottom", 470)
     questions = (
         ("Does a framework write", "the checkpoints?", "integrations, dcp", "one line: see its guide"),
-        ("One file in a format", "of its own?", "open_write, open_read", "torch.save, pickle, numpy"),
+        ("One file", "in another format?", "open_write, open_read", "torch.save, pickle, numpy"),
         ("Many saves of a run,", "to keep and to resume?", "Manager", "one process or all ranks"),
         ("Is the state spread", "over ranks?", "distributed.save, .load", "or distributed.save_async"),
         ("Must training go on", "during the save?", "save_async", "IO(lazy=True) hides the copy, too"),
