@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 _HEAD = """Python API
 ==========
 
-Every public name, module by module, as its docstring describes it.
+For those who write code with fastckpt: every public name, module by module, as its docstring describes it.
 """
 #: A line of the surface: a module, a name that it defines, or a member of a class.
 _LINE = re.compile(

@@ -11,7 +11,7 @@ from unittest import mock
 
 _HEAD = """# Commands
 
-The options of every command, as `--help` prints them. [The command line](command-line.md) has formats, exit
+For those who look up an option: what `--help` prints. [The command line](command-line.md) has formats, exit
 statuses and JSON.
 """
 #: A command in the list of commands.

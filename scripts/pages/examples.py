@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _HEAD = """# Examples
 
-Complete programs to begin with; a test runs each. Copy one, and change the model.
+For those who want a program to begin with: each is complete, and a test runs it. Copy one, and change the model.
 """
 
 

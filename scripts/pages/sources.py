@@ -67,7 +67,7 @@ def write(to: Path) -> None:
         texts |= made
     for folder, file in folders.items():
         title = folder.rpartition("/")[2].replace("-", " ").capitalize()
-        about = f"{title}: a page for each."
+        about = f"For those who choose among {title.lower()}: a page for each."
         texts[file] = f"# {title}\n\n{about}\n{_toctree([places[page] for page in inside[folder]])}"
     for section in sections:
         files = [first.get(entry) or folders.get(entry.rstrip("/")) or places[entry] for entry in section.pages]

@@ -17,8 +17,8 @@ RESULTS = ("passed", "part", "failed", "not run", "no")
 
 _HEAD = """# What ran, and what did not
 
-The systems on which fastckpt has run, with the date of the last run, and those on which it has not.
-[Versions](compatibility.md) lists what is promised.
+For those who decide: on which systems fastckpt has run, when for the last time, and where nobody has tried it.
+[Versions](compatibility.md) has what is promised.
 
 `scripts/matrix --record` writes this page and its data, [support.json](support.json), for its own
 rows; the others are entered by hand. A row keeps its last run. **part**: only what the row names ran. **no**: refused.

@@ -89,12 +89,12 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
     assert "@import" not in styles
 
 
-def test_each_page_begins_with_what_it_is(site, pages):
-    """In a paragraph right below its title. The reference of a module says what the module is."""
+def test_each_page_says_for_whom_it_is(site, pages):
+    """In its first line, with what they will find there. The reference of a module says what the module is."""
     others = {"genindex.html", "py-modindex.html", "search.html", "code-of-conduct.html"}
     found = [file for file in pages if file.name not in others and file.parent.name not in {"api", "_modules"}]
     assert len(found) > 60
-    first = re.compile(r"</h1>\s*<p>")
+    first = re.compile(r"</h1>\s*<p>For ")
     assert [file.relative_to(site) for file in found if not first.search(file.read_text(encoding="utf-8"))] == []
 
 

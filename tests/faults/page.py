@@ -14,8 +14,8 @@ DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
 
 _HEAD = """# What survives
 
-Which faults were injected, how often, and what was lost. `python -m tests.faults` repeats the campaign in a checkout
-([CONTRIBUTING.md](../CONTRIBUTING.md)).
+For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats it in a
+checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) says how.
 
 A trial is one fault and the check after it. The record of acknowledged saves is kept outside the program under test. 0
 violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. If a
