@@ -55,7 +55,7 @@ class Exporter:
         self._stall = meter.create_histogram(
             "fastckpt.operation.stall",
             unit="s",
-            description="Time for which a save held its caller.",
+            description="Time for which a save blocked its caller.",
             explicit_bucket_boundaries_advisory=_STALLS,
         )
         self._rate = meter.create_histogram(

@@ -57,7 +57,7 @@ def load_state_of(
         registry: types that this call knows.
 
     Raises:
-        KeyError: no rank saved a state of its own.
+        KeyError: no rank saved a ``per_rank`` state.
         ValueError: the number of ranks has changed.
     """
     source = place_of(_OPERATION, path)
@@ -71,12 +71,12 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None, registry: 
     reader = open_reader(_OPERATION, source)
     states = states_of(_OPERATION, reader)
     if not states:
-        raise KeyError(f"{_OPERATION}: {source}: no rank saved a state of its own, with per_rank=")
+        raise KeyError(f"{_OPERATION}: {source}: no rank saved a state with per_rank=")
     if rank is None and own is not None:
         rank, ranks = own
         if ranks != len(states):
             raise ValueError(
-                f"{_OPERATION}: {source}: {len(states)} ranks saved states of their own, and there are {ranks} now: "
+                f"{_OPERATION}: {source}: {len(states)} ranks saved states with per_rank=, and there are {ranks} now: "
                 f"choose one with rank=0 to rank={len(states) - 1}"
             )
     if rank is None or not 0 <= rank < len(states):

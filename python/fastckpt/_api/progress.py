@@ -74,7 +74,7 @@ def _log(label: str, path: str) -> Callable[[int, int], None]:
             return
         due = now + LOG_INTERVAL
         rate = done / (now - began)
-        left = f"about {(total - done) / rate:.0f} s left" if rate else "nothing moves"
+        left = f"about {(total - done) / rate:.0f} s left" if rate else "no progress"
         share = 100 * done / total if total else 0.0
         logger.info(
             "%s: %s of %s (%.0f %%) after %.0f s, %.2f GB/s, %s: %s",

@@ -48,7 +48,7 @@ class WriteSettings(Settings):
     given = WriteOptions
 
     overwrite: bool = option(
-        True, as_bool, "replace a checkpoint that is there. Anything else is never replaced.", alike=True
+        True, as_bool, "replace an existing checkpoint. Nothing else is ever replaced.", alike=True
     )
     registry: Registry | None = option(
         None,

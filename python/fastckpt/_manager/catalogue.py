@@ -158,7 +158,7 @@ class Catalogue:
             except OSError as error:
                 if needed:
                     raise
-                logger.warning("%s: which branch goes on is not noted here: %s", self._place.path, error)
+                logger.warning("%s: cannot record which branch continues: %s", self._place.path, error)
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
         self._known[name] = identity, entry

@@ -79,7 +79,7 @@ class Completion:
             failure, why = self._finish(error), None
             if self.shared and not signals.exiting:
                 if failure is not None:
-                    why = f"its block has ended with {type(failure).__name__}: {failure}"
+                    why = f"its `with` statement ended with {type(failure).__name__}: {failure}"
                     self.ranks.leave(why)
                     self.boundary.miss(why)
                 self.ranks.end(why)

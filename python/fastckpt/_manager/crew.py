@@ -158,8 +158,8 @@ class Crew:
             if not there:
                 # Each rank would save for itself, all to the same path.
                 raise RuntimeError(
-                    f"{operation}: the process group that the manager was made for is gone: end the manager's block "
-                    "before destroy_process_group"
+                    f"{operation}: the process group that the manager was made for is gone: leave the manager's "
+                    "`with` statement before destroy_process_group"
                 )
         elif (
             self._session is not None and self._given.process_group is None and session(operation, None).group.size > 1

@@ -395,8 +395,8 @@ class Drain:
             if self._leads and step in self._own:
                 # This run has saved it for nothing: another one saves there, or this one did not know of it.
                 self._failed[step] = CheckpointError(
-                    f"drain: {text} (save again: what is saved from now on comes later, and is copied. If the other "
-                    "run goes on, give each a remote= of its own)"
+                    f"drain: {text} (save again: a new save is later, and is copied. If the other run continues, give "
+                    "each run a separate remote=)"
                 )
             return
         copied = copy_checkpoint(

@@ -208,7 +208,7 @@ class Loader:
             per_rank = read_state(loaded.reader, path, states[self.ranks.rank], how.get("registry"))
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
-                "%s: %d ranks saved states of their own, and there are %d now: "
+                "%s: %d ranks saved states with per_rank=, and there are %d now: "
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
                 *(path, ranks, self.ranks.size),
             )

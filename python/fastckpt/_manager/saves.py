@@ -93,7 +93,7 @@ class Saves:
             local.catalogue.entries(steps)
         except OSError as error:
             # An error of one rank would leave the others waiting. If it stays, the save says so on all of them.
-            logger.warning("%s: it cannot be looked at before the first save: %s", local.place.path, error)
+            logger.warning("%s: cannot read it before the first save: %s", local.place.path, error)
             return
         self._looked = True
         if steps and steps[-1] > step:

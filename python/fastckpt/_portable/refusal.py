@@ -21,4 +21,4 @@ def for_linux(name: str) -> type:
             f"converts checkpoints, and cannot save, remove, probe or measure; {_WHERE}"
         )
 
-    return type(name, (), {"__new__": refuse, "__doc__": "Of the compiled core: Linux only.", "__module__": "fastckpt"})
+    return type(name, (), {"__new__": refuse, "__doc__": "Compiled core: Linux only.", "__module__": "fastckpt"})

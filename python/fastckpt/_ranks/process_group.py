@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _REPEATED = (
     "nothing distinguishes this save from an earlier one to the same path, so a rank that misses a call cannot be "
-    "noticed, and its part may be of another step: pass metadata={'step': step}, or give each save a path of its own"
+    "noticed, and its part may be of another step: pass metadata={'step': step}, or give each save its own path"
 )
 #: The most warnings of all ranks in one report.
 _WARNINGS = 16

@@ -81,7 +81,7 @@ GRACE = 5.0
 INLINE = 16 << 10
 DECIDING = b"deciding"
 _BEHIND = (
-    "This rank came to the save after the others had given it up: it was late, or it has missed a save. In the second "
+    "This rank reached the save after the others had abandoned it: it was late, or it missed a save. In the second "
     "case further saves to this path fail, too, unless something distinguishes them: pass metadata={'step': step} to "
     "each save, and restart the job"
 )

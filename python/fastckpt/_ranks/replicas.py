@@ -33,7 +33,7 @@ _REMEDIES = (
     "the lowest rank"
 )
 _NAMES = (
-    "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
+    "tensors of different experts or pipeline stages need separate names (for optimizers, torch's "
     "get_optimizer_state_dict gives them), or pass values that belong to one rank as per_rank= of "
     "fastckpt.distributed.save"
 )

@@ -32,11 +32,11 @@ _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _EQUAL = "make values equal on all ranks that have them"
 _TENSORS = (
     "make plain tensors equal on all ranks that have them (BatchNorm's statistics: use SyncBatchNorm, or broadcast "
-    "them from one rank before the save; stages of a pipeline: give names of their own, for optimizers with torch's "
+    "them from one rank before the save; pipeline stages: give separate names, for optimizers with torch's "
     "get_optimizer_state_dict)"
 )
 _DTENSORS = (
-    "give DTensors and Parts the same dtype and global shape on all ranks, also if they are empty there (for uneven "
+    "give DTensors and Parts the same dtype and global shape on all ranks, even if they are empty there (for uneven "
     "parts, from_local needs shape= and stride=)"
 )
 _PER_RANK = "pass values that belong to one rank as per_rank= of fastckpt.distributed.save"

@@ -129,7 +129,7 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     if kind == "load":
         return "nothing was loaded" if agreeing else "the destination may be partly filled"
     if outcome == COMMITTED:
-        return "it was committed all the same: the complete new checkpoint is at the path"
+        return "it was committed anyway: the complete new checkpoint is at the path"
     if here:
         return "this rank has committed it after the others had given up: the new checkpoint is at the path"
     if outcome == UNKNOWN:

@@ -167,7 +167,7 @@ def _check_configured(value: Any) -> None:
             rest.extend(item.values())
         elif kind not in _IN_CONFIGURATIONS and not issubclass(kind, (enum.Enum, pathlib.PurePath)):
             raise Undecodable(
-                f"a configuration that holds a {kind.__qualname__} is not put together: where the program does not "
+                f"a configuration that holds a {kind.__qualname__} is not rebuilt: where the program does not "
                 "declare the classes of omegaconf, it comes back as plain containers"
             )
 

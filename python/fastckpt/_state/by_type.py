@@ -211,7 +211,7 @@ def stateful(value: Any) -> Parts:
     # An object that has every attribute (a mock) would recurse for ever.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
         kind = name_of_class(type(state))
-        raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
+        raise Unsupported(f"its state_dict() returned a {kind}, which has its own state_dict(), not a plain state")
     return Parts("", ((THROUGH, state),))
 
 

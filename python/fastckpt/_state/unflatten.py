@@ -282,7 +282,7 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
             if len(parts) == needed:
                 break
         if len(parts) != needed or stack:
-            raise ValueError("it ends too early")
+            raise ValueError("too few tokens")
         if position != len(tokens) - 1:
             raise ValueError("data follows its end")
     except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too

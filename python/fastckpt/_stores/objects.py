@@ -447,7 +447,7 @@ def _repacked(
             data = np.frombuffer(chunk, np.uint8) if memoryview(chunk).nbytes else np.empty(0, np.uint8)
             done += len(data)
             if done > size:
-                raise ValueError(f"{what}: there are more than the {size} bytes announced")  # noqa: TRY301
+                raise ValueError(f"{what}: it has more than the {size} bytes announced")  # noqa: TRY301
             while len(data):
                 taken = data[: len(piece) - filled]
                 piece[filled : filled + len(taken)] = taken

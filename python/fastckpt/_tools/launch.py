@@ -23,9 +23,9 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command(
         "run",
         "run a training program that saves through fastckpt",
-        "The frameworks that it imports (transformers, accelerate) save as after the install() of "
-        "fastckpt.integrations, in all of its processes, as in: fastckpt run -- torchrun train.py. The exit status is "
-        "the program's.",
+        "It calls install() of fastckpt.integrations for the frameworks that the program imports (transformers, "
+        "accelerate), in all of its processes, as in: fastckpt run -- torchrun train.py. The exit status is the "
+        "program's.",
     )
     parser.add_argument("program", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="a command, or a Python file")
 

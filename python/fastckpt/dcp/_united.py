@@ -74,7 +74,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
     said = "tensors or arrays in values differ between ranks"
     if tensors and ranks.on_difference == "raise":
         raise ValueError(
-            f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks keys of their own, or pass "
+            f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks separate keys, or pass "
             "ranks=Ranks(replicas='first') or Ranks(on_difference='warn') to save the lowest rank's"
         )
     sorts = ((said, tensors), ("values differ between ranks", plain))

@@ -140,7 +140,7 @@ class Writer(_torch.StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "dcp.save: use_collectives=False lets each rank finish before the others are done, and one checkpoint "
-                "of all ranks cannot be committed like that: leave it out, or save on each rank to a path of its own "
+                "of all ranks cannot be committed like that: leave it out, or save on each rank to a separate path "
                 "with fastckpt.save"
             )
         path = self._now.path = self.checkpoint_id

@@ -278,7 +278,7 @@ def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool,
     optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
-        raise ValueError(f"load_checkpoint: {path} has other groups of parameters: make the same, or load_module_only")
+        raise ValueError(f"load_checkpoint: {path} has other parameter groups: create the same, or load_module_only")
     into, states = defaultdict[str, dict[str, Any]](dict), dict[Any, dict[str, Any]]()
     for name, _, _, flat, part in own:
         _, group = saved.get(name, (0, {"tensors": (), "rest": {}}))

@@ -73,7 +73,7 @@ def _save_checkpoint(_: Any, theirs: Any, checkpoints: Any, trainer: Any, filepa
         theirs(checkpoints, trainer, filepath)
         return
     if any(getattr(logger, "_log_model", False) for logger in trainer.loggers):
-        LOG.warning("fastckpt: loggers upload files alone, and none of these checkpoints")
+        LOG.warning("fastckpt: loggers upload files only, not these checkpoints")
     plugin._behind = True
     try:
         theirs(checkpoints, trainer, filepath)

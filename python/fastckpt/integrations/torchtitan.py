@@ -213,7 +213,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
             return False
         tried = attempt(self._ranks, "sd_adapter", self._try_adapter)
         if isinstance(tried, Lost) and self._ranks.leads:
-            text = "fastckpt: checkpoints have torchtitan's names of tensors: Hugging Face's adapter fails: %s: %s"
+            text = "fastckpt: checkpoints use torchtitan's tensor names: Hugging Face's adapter fails: %s: %s"
             first = tried.failures.listed[0]
             LOG.warning(text, first.kind, first.why)
         return not isinstance(tried, Lost)
@@ -223,7 +223,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         state = self.states[MODEL].state_dict()
         back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
         if lost := sorted(state.keys() - back.keys()):
-            raise ValueError(f"it drops {len(lost)} of them, among them {lost[0]}")
+            raise ValueError(f"it drops {len(lost)} names, such as {lost[0]}")
 
     def _parts(self) -> list[str]:
         """The keys of what is saved."""

@@ -92,7 +92,7 @@ def _left_to_trainer(trainer: Any) -> str | None:
         "a model that was sharded as it was loaded": trainer.is_distributed_loading_by_transformers,
         "an adapter that is not called default": {*getattr(trainer.model, "peft_config", ())} - {"default"},
         "save_on_each_node": trainer.args.save_on_each_node,
-        f"loaders of its own in {mine.__name__}": any(getattr(mine, one) is not getattr(stock, one) for one in loaders),
+        f"overridden loaders in {mine.__name__}": any(getattr(mine, one) is not getattr(stock, one) for one in loaders),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -109,7 +109,7 @@ def _io_rows(io: Mapping[str, Any]) -> dict[str, str]:
     else:
         passes = {
             True: "goes past the page cache",
-            False: "is buffered all the same",
+            False: "is buffered anyway",
             None: "may use the page cache",
         }
         direct = f"works, {passes[io['direct_bypasses']]}"

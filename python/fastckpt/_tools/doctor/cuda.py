@@ -59,7 +59,7 @@ def asking() -> Iterator[Callable[[], dict[str, Any]]]:
         with contextlib.suppress(ValueError):
             return {**nothing, **json.loads(out)}
         if "libcuda.so.1" in complaint:
-            return {**nothing, "devices": 0, "error": "no driver: libcuda.so.1 is not there"}
+            return {**nothing, "devices": 0, "error": "no driver: libcuda.so.1 is missing"}
         return {**nothing, "error": complaint.strip().rpartition("\n")[2] or f"exit status {child.returncode}"}
 
     try:

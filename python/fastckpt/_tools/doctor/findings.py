@@ -178,7 +178,7 @@ def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="direct-buffered",
             level="warning",
-            text=f"{where['type']} takes O_DIRECT, but writes through the page cache all the same",
+            text=f"{where['type']} accepts O_DIRECT, but writes through the page cache anyway",
             evidence=("cachestat sees the pages of a direct write in the cache", uncached),
             remedies={"any": _under(where) or elsewhere},
         )

@@ -131,7 +131,7 @@ def _cause(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 - o
             "no memory for a ring",
             {"any": "give the process or its control group more memory"},
             [
-                "RLIMIT_MEMLOCK does not bind here",
+                "RLIMIT_MEMLOCK does not apply here",
             ],
         )
     if answer in ("EMFILE", "ENFILE"):

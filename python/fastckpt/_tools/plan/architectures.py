@@ -130,7 +130,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
         notes.append("the config has no model_type: counted as a Llama")
     nested = [name for name in ("text_config", "vision_config", "audio_config", "encoder", "decoder") if name in fields]
     if nested or kind not in (*_FAMILIES, *_OTHERS):
-        why = f"has parts of its own ({', '.join(nested)})" if nested else f"of type {kind!r}"
+        why = f"has nested parts ({', '.join(nested)})" if nested else f"of type {kind!r}"
         raise ValueError(
             f"plan {where}: a model {why} is not supported: give the number of parameters instead; supported are "
             f"{', '.join((*_FAMILIES, *_OTHERS))}"

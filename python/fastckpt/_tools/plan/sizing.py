@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "sgd": (4.0, "fp32 momentum"),
     "lion": (4.0, "fp32 momentum"),
     "muon": (4.0, "fp32 momentum of the matrices; what is left to AdamW (embeddings, vectors) has 8"),
-    "adafactor": (0.0, "factored second moments: rows and columns alone, which is next to nothing"),
+    "adafactor": (0.0, "factored second moments: rows and columns only, which is negligible"),
     "none": (0.0, "no state: weights only"),
 }
 
