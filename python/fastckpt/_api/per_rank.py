@@ -52,8 +52,8 @@ def load_state_of(
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: the rank whose state is wanted; None for the state of ``own``.
-        own: this rank, and how many there are.
+        rank: the rank whose state to load; None for this rank.
+        own: this rank, and the number of ranks.
         registry: types that this call knows.
 
     Raises:
@@ -93,6 +93,6 @@ def read_state(reader: _core.Reader, source: str, tokens: list[Token], registry:
     targets = Targets(stored, "auto")
     targets.make(check.found)
     with ticker("load", source, shown=False) as tick:
-        # Each process reads a different part of the file: nothing can be shared through the page cache.
+        # Each process reads a different part of the file: the page cache has nothing to share.
         reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=tick)
     return unflatten(tokens, StateBuilder("auto", targets.values(), types=types), operation=_OPERATION)
