@@ -174,8 +174,7 @@ def takes(
 
     Args:
         kinds: their records.
-        like: by record, a function whose docstring describes its options; the options of other records are described in
-            full.
+        like: by record, a function whose docstring describes its options; others are described in full.
         ranks: whether several ranks call it together.
     """
 

@@ -277,8 +277,7 @@ class PendingSave(in_flight.SaveInFlight):
         ended = self._ended(error)
         in_flight.leave(self)
         self.finished.set()
-        # Not earlier: a signal handler that waits for this save may have interrupted a thread that holds the log's
-        # lock.
+        # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         try:
             self._context.run(self._log)
             if self._report is not None:
