@@ -4,8 +4,8 @@
 >>> state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
 
 save_async saves while training continues, and open reads single tensors. ``Manager`` keeps the checkpoints of a run.
-All ranks of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools
-plans, and diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live which rank is slow.
+All ranks of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans
+checkpoints and diagnoses storage. On the command line, see fastckpt --help; fastckpt top shows live which rank is slow.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> Sequence[str]:
-    """The public names: for completion."""
+    """The public names, for completion."""
     return sorted([*__all__, *_MODULES, "copy", "list", "open", "open_read", "open_write"])
 
 

@@ -41,7 +41,7 @@ def is_url(text: str) -> bool:
 
 
 def refuse_url(operation: str, path: str) -> None:
-    """A URL is not a path: taken for one, it would make a directory named after its scheme."""
+    """Refuse a URL: treated as a path, it would create a directory named after its scheme."""
     if is_url(path):
         raise ValueError(
             f"{operation}: {path!r} is a URL, but this call supports only file systems: give a path; fastckpt.copy "

@@ -120,8 +120,7 @@ class History:
         # The clock orders only checkpoints that were never seen, such as those on a remote tier that does not answer.
         order, forks = time.time_ns() // 1000, self._forks
         if order <= self._order:
-            # Two nodes that continue from one checkpoint must not get one order: nothing else distinguishes their
-            # saves.
+            # Two nodes that continue from one checkpoint need different orders: nothing else distinguishes their saves.
             order = self._order + 1 + secrets.randbits(20)
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
