@@ -96,7 +96,7 @@ def install(**options: Any) -> Installation:
             ``registry``, ``io``) are also for the readers.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
         TypeError: the writer has no such argument.

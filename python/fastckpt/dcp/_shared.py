@@ -99,7 +99,7 @@ def gathered(lists: list[list[Any]]) -> list[Any]:
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:
-    """Up to two hosts, whether all may read cached pages, whether any compares, two manifests, and the gloo groups."""
+    """Combine up to two hosts, whether all may read cached pages, whether any verifies, two manifests, gloo groups."""
     hosts, may, checks, manifests, offers = zip(*arrivals, strict=True)
     two = [sorted(set(chain.from_iterable(each)))[:2] for each in (hosts, manifests)]
     return [two[0], all(may), any(checks), two[1], Link.combine(offers)]
