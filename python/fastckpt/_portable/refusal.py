@@ -13,7 +13,7 @@ _WHERE = (
 
 
 def for_linux(name: str) -> type:
-    """A class in the place of what is called ``name`` in the compiled core; a call of it says why it is not here."""
+    """A class in place of ``name`` of the compiled core; a call raises an error with the reason."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(

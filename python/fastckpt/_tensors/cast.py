@@ -74,7 +74,7 @@ class Cast:
             self._part(last, 0, data[tail:], move)
 
     def _part(self, element: int, offset: int, data: Bytes, move: Callable[[int, Bytes], None]) -> None:
-        """A part of one element, which is converted when all of it has arrived. Two threads may have the two halves."""
+        """A part of one element, which is converted when all of it has arrived. Two threads may each bring half."""
         with self._lock:
             known = self._cut.get(element)
             if known is None:
