@@ -1,4 +1,4 @@
-"""The rows that the views show: plain values that the model fills anew in each update."""
+"""The rows of the views: plain values that the model refills in each update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
 COPIES: Final = tuple(segment.KINDS[kind] for kind in segment.COPIES)
-"""The names of the kinds that move a checkpoint from place to place: no target judges them."""
+"""The names of the kinds that move a checkpoint between places: they have no target."""
 LEVELS: Final = ("info", "warn", "bad")
 """Of a sentence: all is well, slow, broken."""
 
@@ -46,7 +46,7 @@ def judge(average: float | None, target: float) -> Verdict:
 
 
 def share(part: float | None, whole: float) -> float | None:
-    """A fraction, beyond 1 too; None where it makes no sense."""
+    """A fraction, perhaps above 1; None if it is meaningless."""
     return part / whole if part is not None and whole > 0 else None
 
 
@@ -118,7 +118,7 @@ class ThreadRow:
 
 
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
-    """The cause that holds a thread or rank up: the largest part of the last second, if it is significant.
+    """The cause that delays a thread or rank: the largest part of the last second, if it is significant.
 
     A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
 
@@ -127,7 +127,7 @@ def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | Non
         waits: As `ThreadRow.waits`.
 
     Returns:
-        `fsync`, `limit`, `source`, `disk`, `peers` or nothing, and the share of the time, None where it has none.
+        `fsync`, `limit`, `source`, `disk`, `peers` or nothing, and the share of the time, None if it has none.
     """
     if state in ("FSYNC", "COMMIT"):
         return "fsync", None
@@ -139,7 +139,7 @@ def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | Non
 
 
 def wait_text(kind: str, share: float | None) -> str:
-    """`disk 97%`, or the kind alone where it has no share."""
+    """`disk 97%`, or only the kind if it has no share."""
     return kind if share is None else f"{kind} {round(share * 100)}%"
 
 
@@ -346,7 +346,7 @@ class NodeOp:
 
     @property
     def empty(self) -> bool:
-        """Whether it ended well and had no byte to move: then there is no speed to judge."""
+        """Whether it ended well without bytes to move: then there is no speed to judge."""
         return not (self.running or self.failed or self.done)
 
 
@@ -385,7 +385,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened.
+    """An event.
 
     Attributes:
         real: Seconds since the epoch.
