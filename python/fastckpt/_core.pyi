@@ -895,7 +895,7 @@ class RankBase:
         ``share`` is that of a save without a base.
         """
     def open(self, path: str) -> bytes | None:
-        """Open the base, and return its manifest for the others; None if it is none, and the save will warn of it."""
+        """Open the base, and return its manifest for the others; None if it is unusable: then the save warns."""
     def know(self, path: str, manifest: bytes) -> None:
         """Accept the manifest of the base at ``path``, which the coordinator has opened."""
     def compare(self, tick: Callable[[int, int], None] | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Text for people: sizes, counts, tables, similar names. The API and the tools share it."""
+"""Readable text: sizes, counts, tables, similar names. The API and the tools share it."""
 
 from __future__ import annotations
 

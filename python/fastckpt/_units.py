@@ -1,4 +1,4 @@
-"""Quantities with units, parsed from arguments and formatted for people. The API and the tools share it."""
+"""Quantities with units, parsed from arguments and formatted for output. The API and the tools share it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class SaveInFlight:
     Attributes:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
-        group: the ranks that save together; None for a save of this process alone.
+        group: the ranks that save together; None for a save of one process.
         operation: its turn among those of ranks; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
@@ -56,7 +56,7 @@ _in_flight: list[SaveInFlight] = []
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
-# for them on top of its holder would wait for ever.
+# for them in the interrupted holder would never end.
 _admission = RLock()
 _exiting = False
 _registered = False
@@ -85,7 +85,7 @@ def admit(save: SaveInFlight, most: int) -> None:
 
 
 def _register() -> None:
-    """Have the end of this process wait for saves in flight, and write failures to stderr."""
+    """Make the exit of this process wait for saves in flight, and write failures to stderr."""
     global _registered  # noqa: PLW0603 - once a process
     if _registered:
         return

@@ -90,8 +90,8 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
             or two keys become one.
 
     Warns:
-        RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with a registry that
-            says ``undeclared="plain"``, types that are not known, once for all of them.
+        RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with
+            ``Registry(undeclared="plain")``, unknown types, once for all of them.
 
     Example:
         >>> import fastckpt, torch

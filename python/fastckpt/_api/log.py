@@ -28,7 +28,7 @@ class LastWord(logging.NullHandler):
         super().__init__(logging.ERROR)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless another handler takes it."""
+        """Give an error to Python's last resort, which writes to stderr, unless another handler handles it."""
         at: logging.Logger | None = logging.getLogger(record.name)
         while at is not None:
             if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):

@@ -54,7 +54,7 @@ def load_state_of(
         path: the checkpoint's directory, or its URL.
         rank: the rank whose state to load; None for this rank.
         own: this rank, and the number of ranks.
-        registry: types that this call knows.
+        registry: the types for this call.
 
     Raises:
         KeyError: no rank saved a ``per_rank`` state.

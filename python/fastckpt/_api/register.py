@@ -28,7 +28,7 @@ def register_type(
         cls: the class.
         encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
             ``decode``, for a class of one of the kinds above.
-        decode: turns such a value back into an instance.
+        decode: turns the result of ``encode`` back into an instance.
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:

@@ -65,7 +65,7 @@ class Patterns:
     def check(self) -> None:
         """Raise KeyError for a pattern that has matched nothing."""
         for text in self.unused():
-            # A pattern also chooses what is below a name: names are compared up to the depth of the pattern.
+            # A pattern also chooses all names below a match: names are compared up to the depth of the pattern.
             parts = text.count(".") + 1
             near = suggest(text, [*dict.fromkeys(".".join(name.split(".", parts)[:parts]) for name in self._known)])
             if not near.startswith(";"):

@@ -29,7 +29,7 @@ from fastckpt.exceptions import CorruptCheckpointError
 
 from .io import IO, Engine, bytes_per_second, check_io
 
-#: The extended attribute in which the core stores the checksum of such a file, with its length and modification time.
+#: The extended attribute in which the core stores the checksum of a file, with its length and modification time.
 _CHECKSUM = "user.fastckpt.crc64nvme"
 #: Errors of files and file systems without the attribute.
 _WITHOUT = (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
@@ -328,7 +328,7 @@ class WritableFile(io.BufferedIOBase):
         return len(blocks) * self._block
 
     def _begin(self, block: _Block) -> None:
-        """Have a thread write a block."""
+        """Make a thread write a block."""
         if block.start + block.nbytes > self._allocated:
             self._allocate(block.start + block.nbytes)
         try:

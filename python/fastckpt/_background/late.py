@@ -44,7 +44,7 @@ class Late:
         """Make the streams of the calling thread wait for the copies.
 
         Raises:
-            RuntimeError: such a stream is being captured into a CUDA graph. The step must not continue.
+            RuntimeError: one of these streams is being captured into a CUDA graph. The step must not continue.
         """
         for copies in self.copies:
             copies.hold_streams()

@@ -122,7 +122,7 @@ class Staging:
             self.seconds += time.perf_counter() - began
 
     def _exempt_guarded(self) -> None:
-        """Have the call copy the buffers that the forward of a guarded module may change."""
+        """Make the call copy the buffers that the forward of a guarded module may change."""
         guarded = _guard.guarded()
         if not guarded:
             return

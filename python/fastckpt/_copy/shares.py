@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .pace import Pace
     from .sources import Item
 
-#: If no file arrives for this long, the first process copies the missing files: seconds, and a multiple of its own time
-#: for them.
+#: If no file arrives for this long, the first process copies the missing files: seconds, and a multiple of the time for
+#: its own files.
 PATIENCE, TIMES = 10.0, 4
 #: Bytes per second to assume if it has copied nothing itself.
 RATE = 50e6

@@ -136,7 +136,7 @@ class Crew:
         """The key by which :mod:`fastckpt.distributed` finds these ranks.
 
         Raises:
-            ValueError: the manager acts for this process alone.
+            ValueError: the manager acts only for this process.
         """
         if self._session is None:
             raise ValueError(
@@ -436,7 +436,7 @@ def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[s
 
 
 def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Whether an error is of one of these kinds, or another rank has failed with such an error."""
+    """Whether an error is of one of these kinds, or another rank has failed with one of these."""
     names = tuple(f"failed: {kind.__name__}" for kind in kinds)
     return isinstance(error, kinds) or any(
         failure.message.startswith(names) for failure in getattr(error, "failures", ())

@@ -114,7 +114,7 @@ class Loader:
     def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each newer one; None if there is none at all.
 
-        With ``fresh``, None also if a run was here, but nothing of it is a checkpoint.
+        With ``fresh``, also None if a run was here, but nothing of it is a checkpoint.
 
         Raises:
             CheckpointError: there is none, and a run was here.

@@ -162,7 +162,7 @@ def check(text: str) -> None:
 
 
 def _int(digits: str) -> int | float:
-    # -0 has a sign, so it is not such an integer.
+    # -0 has a sign, so it does not count as an integer.
     return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else float(digits)
 
 

@@ -148,7 +148,7 @@ class Agreement:
         self.operation = operation
         self.table = table_of(request.flat)
         self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
-        #: Of the coordinator.
+        #: For the coordinator.
         self._structure: str | None = None
         self._extras: list[Any] = []
 

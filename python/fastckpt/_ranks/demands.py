@@ -63,7 +63,7 @@ class Demand(NamedTuple):
     Attributes:
         tensor: its number in the checkpoint.
         spread: the number of its spread among those of this rank; 0 if the rank has all of it.
-        address: the address of the lowest byte; 0 if ``targets.drain`` takes the bytes.
+        address: the address of the lowest byte; 0 if ``targets.drain`` receives the bytes.
         nbytes: the writable bytes there; 0 for an empty part.
         strides: see ``_core.ReadRequest``.
     """

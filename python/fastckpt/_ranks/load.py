@@ -64,7 +64,7 @@ class Opened(NamedTuple):
         reader: the checkpoint.
         apart: whether each rank reads its own part: through the page cache of their common host, or from an object
             store.
-        group: the group for the bytes; None if they do not travel.
+        group: the group for the bytes; None if no bytes are sent.
         verify: whether a rank wants its bytes compared with their checksums: then each compares what it reads.
         grain: bytes of a grain, and
         team: the ranks of a team, if bytes are sent (``_core.Share.to_load``).
@@ -308,7 +308,7 @@ def through_messages(
 
     Args:
         session: the process group.
-        group: the group for the bytes; None if they do not travel.
+        group: the group for the bytes; None if no bytes are sent.
         reading: how this rank reads.
         share: the duties of all ranks.
         requests: tensor, part, address, bytes and strides of each memory of this rank.

@@ -339,7 +339,7 @@ class Operation:
                 Without it, the answer is computed from the list of all.
             decide: makes the answer from the value of all ranks, only on rank 0; its exception fails the operation for
                 all. It calls ``alive`` if it takes long. Without it, the answer is the value.
-            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others hear that.
+            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others learn that.
             watch: called while this rank waits for others; its errors end the round here.
 
         Raises:

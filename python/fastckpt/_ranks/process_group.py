@@ -139,11 +139,11 @@ class ProcessGroup:
         )
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
-        """The tensors, and the spreads that their numbers refer to, as the core takes them."""
+        """The tensors, and the spreads to which their numbers refer, in the core's form."""
         return job.tensors, [core_spread(each) for each in job.spreads]
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """The values of a rank that have to be equal besides the state: its options, and its step.
+        """The values of a rank, besides the state, that must be equal on all: its options, and its step.
 
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
@@ -406,7 +406,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def _nothing(_: list[Any]) -> None:
-    """Some rounds only confirm that all are there."""
+    """No value: some rounds only confirm that all ranks have arrived."""
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def _sum(one: int, other: int) -> int:
 
 
 def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The outcomes of a rank and of those below it as one."""
+    """Combine the outcomes of a rank and of those below it."""
     lost = first_lost(outcomes)
     if lost:
         return lost

@@ -38,7 +38,7 @@ class Own(NamedTuple):
 
 
 def plain(encode: Callable[[Any], Any], decode: Callable[[Any, Any], Any], spelled: str | None = None) -> Own:
-    """The conversions of a type that has no attributes: to a value, and from the class and such a value."""
+    """The conversions of a type that has no attributes: to a value, and back from the class and that value."""
 
     def back(cls: Any, value: Any, attributes: Any) -> Any:
         without(attributes)

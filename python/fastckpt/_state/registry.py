@@ -84,7 +84,7 @@ class Registry:
                 ``decode``, for a class that can be stored by its structure: a named tuple, a dataclass, an enum, a
                 subclass of a built-in container, of ``str``, ``int``, ``float``, ``bytes`` or of a namespace, a tensor
                 subclass that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
-            decode: turns such a value back into an instance.
+            decode: turns the result of ``encode`` back into an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
         ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers if they are not declared.

@@ -35,8 +35,8 @@ class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the l
 class Codec(NamedTuple):
     """A class with its name in files and its two conversions.
 
-    ``decode`` takes the result of ``encode``: the value and the attributes. It raises Undecodable if the class does not
-    fit, and any other error if the file is malformed. With ``spares`` a save leaves out attributes that cannot be
+    ``decode`` accepts the result of ``encode``: the value and the attributes. It raises Undecodable if the class does
+    not fit, and any other error if the file is malformed. With ``spares`` a save leaves out attributes that cannot be
     stored, with a warning. With ``shallow`` its parts are not examined.
     """
 
@@ -210,7 +210,7 @@ def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
 
 _REMEDY = "rename it, or convert the whole with Registry(encode=)"
 _ITSELF = "__dict__"
-#: The attribute in which typing notes the parameters of a generic class: not a value that can be stored.
+#: The attribute in which typing stores the parameters of a generic class: not a value that can be stored.
 _PARAMETERS = "__orig_class__"
 
 

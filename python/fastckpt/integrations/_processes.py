@@ -69,7 +69,7 @@ def engine_of(accelerator: Any) -> str | None:
 def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, own: dict[str, Any], **how: Any) -> None:
     """Begin a save of all processes in the background, with the random states and the ``own`` state of each."""
     per_rank = {"random": fastckpt.randomness(), **own}
-    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ; training uses the first rank's
+    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ; training uses rank 0's
     begin(owner, distributed.save_async(state, path, ranks=ranks, per_rank=per_rank, **how), then)
 
 

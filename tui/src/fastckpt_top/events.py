@@ -157,7 +157,7 @@ def _changed(share: float) -> str:
 
 
 def _fallback(op: Operation) -> str:
-    """`threads, not io_uring (EPERM: ...)`: what was refused, and the usual cause."""
+    """`threads, not io_uring (EPERM: ...)`: the refused feature, and the usual cause."""
     why = errno_name(op.fallback_errno)
     hint = next((found for what in op.refused if (found := phrases.HINTS.get((what, why)))), "")
     reason = f"{why}: {hint}" if hint else why or "unknown cause"

@@ -257,7 +257,7 @@ class ShmFeed:
         used = min(process.threads_used, header.thr_count)
 
         def still(first: bytes, second: bytes, op: segment.Operation) -> bool:
-            # The dead were killed in the middle of a change, which stays as it is.
+            # Dead processes were killed in the middle of a change, which stays as it is.
             return first == second and not (op.seq % 2 and file.alive)
 
         def alike(first: bytes, second: bytes, thread: segment.Thread) -> bool:
@@ -282,7 +282,7 @@ def _entries(
     """The used entries of a table; an entry that keeps changing is shown as of the previous look.
 
     Args:
-        kind: Of the entries.
+        kind: The kind of the entries.
         fd: The segment.
         table: Its offset, stride and number of entries.
         old: The entries of the look before.

@@ -56,7 +56,7 @@ class Group:
         target: Their target in bytes/s while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was reported; likewise `told_change`.
+        told_end: Whether the event was reported; `told_change` is similar.
         was_running: Whether it was ever seen running.
         job: Key of its job.
         causes: How often each thing was seen to hold it back.

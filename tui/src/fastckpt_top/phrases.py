@@ -92,7 +92,7 @@ def fallback(rows: Sequence[Row], lead: str = "", *, named: bool = True, past: b
 
 
 def instead(engine: str, refused: Sequence[str], why: str) -> str:
-    """`threads, not io_uring (EPERM)`: the engine that runs, what was refused, the errno name of the first cause."""
+    """`threads, not io_uring (EPERM)`: the engine that runs, the refused feature, the errno name of the first cause."""
     if list(refused) == ["io_uring"]:
         return f"{engine}, not io_uring ({why})"
     return f"{engine} without {' and '.join(refused) or 'what was asked for'} ({why})"

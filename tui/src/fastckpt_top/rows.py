@@ -123,7 +123,7 @@ def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | Non
     A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
 
     Args:
-        state: Of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
+        state: That of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
         waits: As `ThreadRow.waits`.
 
     Returns:
@@ -150,9 +150,9 @@ class Row:
     Attributes:
         key: The same in each update for the same thing.
         proc_key: The process.
-        rank: Of the process; None unknown.
+        rank: The rank of the process; None unknown.
         gpu: Index; None none.
-        pid: Of the process.
+        pid: The pid of the process.
         job: Its label.
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`, or empty.
@@ -166,8 +166,8 @@ class Row:
         done: Bytes completed.
         total: Bytes in all; 0 unknown.
         durable: Bytes known to be durable.
-        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all bytes are being made
-            durable.
+        progress: That of the copy while the state is `STAGE`; else that of the operation, 1 only when all bytes are
+            being made durable.
         eta_s: Seconds until it is durable; None unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
@@ -304,7 +304,7 @@ class NodeOp:
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
         target_source: The origin of the target, as `Target.source`.
-        changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
+        changed: After a save, groups and the share of their bytes that has changed; empty unknown.
         sentence: The most important fact about it; None if there is none.
         safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
@@ -409,8 +409,8 @@ class Checkpoint:
         label: Base name of the target.
         step: Training step; None unknown.
         start: Seconds since the epoch of the first rank's start.
-        end: Of the last rank's end.
-        bytes: Of all ranks.
+        end: The same for the last rank's end.
+        bytes: Bytes of all ranks.
         sync_s: Longest time in fsync and commit of a rank, seconds.
         peak: Sum of the ranks' best seconds, bytes/s.
         engines: Engines that ran.
@@ -421,8 +421,8 @@ class Checkpoint:
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
         team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still at it.
-        target: Bytes/s that it was to reach while it ran; 0 if unknown.
-        whole: Of a copy: whether it left a whole checkpoint at its target.
+        target: Its target in bytes/s while it ran; 0 if unknown.
+        whole: After a copy: whether it left a whole checkpoint at its target.
     """
 
     kind: str

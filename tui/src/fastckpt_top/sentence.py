@@ -241,7 +241,7 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
-    """Below the target, or without one: the slowest rank, else what most of them wait for."""
+    """The sentence below the target, or without one: the slowest rank, else the wait of most ranks."""
     more = phrases.fallback(running, "; ")
     slow = _slowest(running)
     if slow is not None:

@@ -16,7 +16,7 @@ class Series:
     """Rates of the node, one value per column of `COLUMN_S`, aligned to the clock.
 
     Attributes:
-        written: Bytes/s; `read` likewise.
+        written: Bytes/s; also `read`.
         index: Number of the newest column since the clock's zero; None before the first.
     """
 

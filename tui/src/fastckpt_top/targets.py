@@ -85,7 +85,7 @@ def parse(text: str, source: str) -> Target:
         The target.
 
     Raises:
-        ValueError: It is none of these; the message lists what is allowed.
+        ValueError: It is none of these; the message lists the allowed ones.
     """
     word = text.strip().lower()
     if word in TIERS:

@@ -1,4 +1,4 @@
-"""Text for terminals: cleaning, cell widths, numbers, bars, sparks. Pure; knows nothing of Textual or of the model."""
+"""Text for terminals: cleaning, cell widths, numbers, bars, sparks. Pure: without Textual and the model."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _shares(options: argparse.Namespace) -> list[Any]:
 
 
 def _fits(directory: Path, shares: list[Any]) -> list[str]:
-    """Refuse shares that do not fit; returns what is left out, and why."""
+    """Refuse shares that do not fit; returns the omitted operations, with reasons."""
     from . import room  # noqa: PLC0415
 
     if not directory.is_dir():

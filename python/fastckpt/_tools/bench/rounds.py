@@ -33,7 +33,7 @@ class Run:
         shares: the shares of the ranks.
         rounds: how many rounds.
         io: how ranks read and write.
-        target: for the live counters of each rank, as :func:`fastckpt.tools.set_target` takes it.
+        target: for the live counters of each rank, as for :func:`fastckpt.tools.set_target`.
         hot: whether there are hot loads.
     """
 

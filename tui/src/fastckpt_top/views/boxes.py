@@ -43,7 +43,7 @@ def box(
 
     Args:
         frame: Where the characters come from.
-        lines: The contents, as wide as they like: cut or padded to the room that `inside` tells.
+        lines: The contents, of any width: cut or padded to the room from `inside`.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells, borders included.

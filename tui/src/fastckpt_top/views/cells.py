@@ -69,9 +69,9 @@ class Figure:
 
     Attributes:
         rate: Bytes/s; None unknown.
-        share: Of the target; None unknown.
+        share: The share of the target; None unknown.
         live: Whether it is the current rate, not the operation's average.
-        verdict: Of this figure.
+        verdict: The verdict on this figure.
     """
 
     rate: float | None
@@ -137,7 +137,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     """A bar on a track from 0 to 125 % of the target, with a mark at the target.
 
     Args:
-        fraction: Of the target; None or nan leaves the track empty.
+        fraction: The share of the target; None or nan leaves the track empty.
         cells: Width.
         style: The style of the full part.
         glyphs: The characters.

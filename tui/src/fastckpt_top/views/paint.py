@@ -94,8 +94,7 @@ class Screen:
 class Frame:
     """The inputs for painting a view.
 
-    A function that paints a block gets a frame, the cells of a line, and its lines, borders included; it fills them
-    exactly.
+    A function that paints a block gets a frame, and the width and height of the block, which it fills exactly.
 
     Attributes:
         model: The model to show.

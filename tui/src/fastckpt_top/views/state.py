@@ -70,8 +70,7 @@ class Ui:
     def selection(self, rows: list[Row]) -> Row | None:
         """The selected one of the shown rows.
 
-        If its operation has ended, another row of its process; the worst row if none was chosen or the chosen one is
-        gone.
+        If its operation ended, another row of its process; the worst row if none was chosen or the chosen one is gone.
         """
         process = self.selected.partition("/")[0]
         for row in rows:
