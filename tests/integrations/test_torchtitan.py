@@ -83,7 +83,7 @@ def are_named(path):
 def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_path, adapter):
     """Some of torchtitan's drop LoRA's tensors, and the biases of experts; some do not know each way to shard."""
     told = {
-        "drops": "adapter fails: ValueError: it drops 1 of them, among them gain",
+        "drops": "adapter fails: ValueError: it drops 1 of the names, such as gain",
         "fails": "adapter fails: RuntimeError",
     }[adapter]
     play(lasting, tmp_path, 4, adapter=adapter, told=[told])

@@ -138,7 +138,8 @@ class Signals:
     @property
     def end(self) -> float:
         """Until when there is time for more, after the signals that were answered; infinite once all of the grace
-        period is over, and the process lives. """ # noqa: D205 - two sentences that belong together
+        period is over, and the process lives.
+        """  # noqa: D205 - two sentences that belong together
         over = self._end + self.grace * (1 / _SHARE - 1)
         return self._end if time.monotonic() < over else math.inf
 

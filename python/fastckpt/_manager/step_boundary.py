@@ -158,7 +158,7 @@ class StepBoundary:
             if not set(signals.pending) <= set(call.signals):
                 # One has come since.
                 self.ranks.urge()
-            # The answer depends on the saves of the coordinator.
+            # ``answer`` asks the coordinator which step is saved.
             return Agreed(call.signals, call.left, self.saves.step, due=True, over=False, plan={})
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
         asked = Asked(step, signals.pending, left, self.saves.step, due, apart, **more)

@@ -222,7 +222,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         state = self.states[MODEL].state_dict()
         back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
         if lost := sorted(state.keys() - back.keys()):
-            raise ValueError(f"it drops {len(lost)} names, such as {lost[0]}")
+            raise ValueError(f"it drops {len(lost)} of the names, such as {lost[0]}")
 
     def _parts(self) -> list[str]:
         """The keys of the saved state."""
