@@ -2,8 +2,8 @@
 
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
 fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
-fastckpt.distributed.load("step-1000", into=state) # on any number of ranks model.load_state_dict(state["model"]);
-optimizer.load_state_dict(state["optimizer"]); step = state["step"]
+fastckpt.distributed.load("step-1000", into=state)       # on any number of ranks
+model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
 ``into=`` is updated in place and returned: tensors are filled, and values such as the step are replaced. A module or an
 optimizer may take the place of its state: it is loaded with that state.
