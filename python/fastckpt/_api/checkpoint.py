@@ -78,7 +78,7 @@ class Composed:
 
 
 class _View:
-    """Shows each tensor as its facts."""
+    """Shows the facts about each tensor."""
 
     plain = False
 

@@ -127,7 +127,7 @@ def _local(operation: str, path: AnyPath) -> str:
 
 
 class WritableFile(io.BufferedIOBase):
-    """What :func:`fastckpt.open_write` returns. Several threads may write to it; their writes do not overlap.
+    """The file that :func:`fastckpt.open_write` returns. Several threads may write to it; their writes do not overlap.
 
     Attributes:
         name: the path of the file.

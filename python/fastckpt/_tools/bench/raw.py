@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BLOCK, IN_FLIGHT = 4 << 20, 8
 #: Memory of a :class:`Device`, in bytes.
 MEMORY = BLOCK * IN_FLIGHT
-#: An alignment of lengths and addresses that has sufficed for direct I/O on every device so far.
+#: The alignment of lengths and addresses that direct I/O has required on every device so far.
 _ALIGNMENT = 4096
 _HUGE = 2 << 20
 
