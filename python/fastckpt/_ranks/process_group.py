@@ -406,7 +406,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def _nothing(_: list[Any]) -> None:
-    """No value: some rounds only confirm that all ranks have arrived."""
+    """Some rounds only confirm that all are there."""
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
