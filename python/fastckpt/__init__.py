@@ -3,9 +3,9 @@
 >>> fastckpt.save(state, "step-1000")        # durable and whole when it returns
 >>> state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
 
-save_async saves beside training, and open reads single tensors. ``Manager`` keeps the checkpoints of a run. All ranks
-of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans, and
-diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live which rank is slow.
+save_async saves while training continues, and open reads single tensors. ``Manager`` keeps the checkpoints of a run.
+All ranks of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans
+checkpoints and diagnoses storage. On the command line, see fastckpt --help; fastckpt top shows live which rank is slow.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ __version__ = _core.__version__
 _log.set_up()
 
 
-#: Imported on first use: what few programs need, and what imports torch.
+#: Imported on first use: modules that few programs need or that import torch.
 _LATER = {
     "copy": "_api.copy",
     "open_read": "_api.single_file",
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> Sequence[str]:
-    """The public names: for completion."""
+    """The public names, for completion."""
     return sorted([*__all__, *_MODULES, "copy", "list", "open", "open_read", "open_write"])
 
 

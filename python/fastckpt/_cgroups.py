@@ -1,4 +1,4 @@
-"""The control groups that limit this process, of both versions (cgroups(7)), what they leave, and who shares them."""
+"""The control groups that limit this process, of both versions (cgroups(7)): the memory left, and the ranks in them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def local_ranks() -> int | None:
-    """How many ranks this node has, as torchrun says (``LOCAL_WORLD_SIZE``); None where nobody says."""
+    """The number of ranks on this node, from torchrun (``LOCAL_WORLD_SIZE``); None if that is not set."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(ranks) or None if ranks.isdecimal() else None
 
 
 def text_of(path: Path) -> str:
-    """The content of a file of the kernel's; empty where it cannot be read."""
+    """The content of a file of the kernel; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -38,7 +38,7 @@ def groups(controller: str, root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
         if number == "0" and not controllers:
             version, top = 2, base
         elif controller in controllers.split(","):
-            # A controller is mounted alone, or with others under a name with commas, with links to it.
+            # A controller is mounted by itself, or with others under a name with commas, and links to that.
             version, top = 1, base / controller
         else:
             continue
@@ -50,16 +50,16 @@ def groups(controller: str, root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
 
 
 def memory_left(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """The least memory limit and the least that is left under any, in bytes; None where there is none."""
+    """The least memory limit and the least memory left under any limit, in bytes; None without a limit."""
     limits, left = [], []
     for version, group in groups("memory", root):
         names = ("memory.max", "memory.current") if version == 2 else _V1_MEMORY  # noqa: PLR2004 - cgroup v2
         limit, used = (text_of(group / name).strip() for name in names)
-        # Version 1 says "no limit" as the largest multiple of a page.
+        # Version 1 represents "no limit" as the largest multiple of a page.
         if limit.isdecimal() and int(limit) < 1 << 62:
             limits.append(int(limit))
             counted: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", text_of(group / "memory.stat"), re.MULTILINE))
-            # Version 1 counts those below a group apart.
+            # Version 1 counts groups below a group separately.
             reclaimable = sum(int(counted.get(f"total_{name}") or counted.get(name, "0")) for name in _RECLAIMABLE)
             left.append(max(0, int(limit) - int(used) + reclaimable) if used.isdecimal() else int(limit))
     return min(limits, default=None), min(left, default=None)

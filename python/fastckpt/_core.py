@@ -1,6 +1,6 @@
 """Stands in for the compiled core if there is none: Python prefers an extension module of this name.
 
-It has the functions for reading, inspecting, verifying and converting. All other names exist, and refuse to be called.
+It has the functions for reading, inspecting, verifying and converting. All other names exist, and raise if called.
 """
 
 import sys
@@ -120,8 +120,8 @@ warn = for_linux("warn")
 
 
 def begin_copy(kind: str, path: str, step: int | None) -> None:
-    """There are no live counters here."""
+    """Do nothing: there are no live counters here."""
 
 
 def counters_refused() -> None:
-    """Nor is there a reason to give."""
+    """None: there is no reason to report."""

@@ -93,7 +93,7 @@ class Report(TypedDict):
 
 @type_check_only
 class WrittenReport(Report):
-    """The report of a save, and what it linked from its base."""
+    """The report of a save, and the files that it linked from its base."""
 
     linked_files: int
     linked_bytes: int
@@ -110,7 +110,7 @@ class ExchangedReport(Report):
 
 @type_check_only
 class LoadedReport(Report):
-    """A report of one rank, and the bytes that it read at the storage, received from others and read for others."""
+    """A report of one rank, and the bytes that it read from storage, received from others and read for others."""
 
     storage: int
     peers: int
@@ -120,7 +120,7 @@ class LoadedReport(Report):
 
 @type_check_only
 class Saved(TypedDict):
-    """How the ranks of a save wrote: engine, why not another one, worker threads, seconds."""
+    """How the ranks of a save wrote: engine, reason for a fallback, worker threads, seconds."""
 
     engine: str
     fallback: str | None
@@ -135,18 +135,18 @@ class Verified(Report):
 
 @final
 class SaveOptions:
-    """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
+    """How a state is saved: see :func:`fastckpt.save_async`. ValueError for an invalid value.
 
     ``model_prefix`` is the prefix of the model's tensor names, empty if all of the state is the model. Names that begin
     with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
     counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
     are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
-    tells for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
-    manifest keeps, by name, in words. Ranks ignore ``base``: see
-    :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own, of which there are at
-    most ``most_staging`` bytes. It is in use until the operation ends, or for a rank until ``close``. If the storage
-    does not answer for ``deadline``, DeadlineError is raised, and threads that wait for it go on to use their memory.
+    has for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
+    manifest records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the
+    staging buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation
+    ends, or for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and
+    threads that wait for it continue to use their memory.
     """
 
     def __new__(
@@ -186,22 +186,22 @@ def save(
 
     ``fill(ranges)`` copies the bytes of tensors without an address; worker threads call it. A range is a tuple
     ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
-    ``address``. That memory belongs to ``fill`` until it returns. ValueError unless a tensor's dtype and shape need as
-    many bytes as its memory has. The caller keeps the memory unchanged until the call returns, and alive; if the
+    ``address``. That memory belongs to ``fill`` until it returns. ValueError if the dtype and shape of a tensor do not
+    match the size of its memory. The caller keeps the memory unchanged until the call returns, and alive; if the
     options have a ``deadline``, ``keep`` keeps it alive for as long as the save uses it. ``tick(done, total)`` is
     called about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a signal handler
     raises stops the save, removes its files, and is raised.
     """
 
 def check_target(path: str, overwrite: bool, deadline: timedelta | None = None) -> None:
-    """Raise the error that a save to ``path`` would raise, as far as a check shows; make nothing.
+    """Raise the error that a save to ``path`` would raise, as far as a check can show it; create nothing.
 
-    Something has the name and must not be replaced, no directory can be made there, or the storage does not answer.
+    The name is taken and must not be replaced, no directory can be made there, or the storage does not answer.
     """
 
 @final
 class ListedCheckpoint:
-    """A checkpoint in a directory: its own docstring explains each attribute."""
+    """A checkpoint in a directory: its docstring explains each attribute."""
 
     @property
     def name(self) -> str: ...
@@ -220,7 +220,7 @@ def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
     """The checkpoints in ``directory``, by name."""
 
 def remove(path: str, more: Sequence[str], force: bool) -> None:
-    """Remove a checkpoint, and plain files in it that are not ours: those named ``more``, or all (``force``)."""
+    """Remove a checkpoint, and other plain files in it: those named in ``more``, or all (``force``)."""
 
 @final
 class Leftover:
@@ -256,7 +256,7 @@ class Incoming:
 class Gathering:
     """The place beside ``target`` where the files of a copy of the checkpoint with this ``manifest`` are gathered.
 
-    It is made, or found as an earlier copy or another process has it. The gathered files stay there until ``give_up``,
+    It is made, or that of an earlier copy or another process is used. The gathered files stay there until ``give_up``,
     even if this object is dropped. ValueError after ``close`` or ``give_up``, and for a name that no file may have.
     """
 
@@ -264,11 +264,11 @@ class Gathering:
     def path(self) -> str:
         """The directory in which the files are gathered."""
     def held(self) -> list[tuple[str, int]]:
-        """The names and lengths of the whole files that are there."""
+        """The names and lengths of the complete files in it."""
     def begin(self, nbytes: int) -> Incoming:
         """Make a file of ``nbytes`` bytes, to be filled."""
     def write(self, file: Incoming, offset: int, address: int, nbytes: int) -> int:
-        """Write ``nbytes`` bytes at ``address`` to ``offset`` and return their CRC-64. Threads may do so at once.
+        """Write ``nbytes`` bytes at ``address`` to ``offset`` and return their CRC-64. Threads may call it in parallel.
 
         Bytes that begin at a page in memory and in the file bypass the page cache.
         """
@@ -277,9 +277,9 @@ class Gathering:
     def drop(self, file: Incoming) -> None:
         """Remove a file that is not whole."""
     def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
-        """Take over ``name`` in the directory ``source`` as a hard link, if it is the file ``(device, inode)``."""
+        """Hard-link ``name`` in the directory ``source``, if it is the file ``(device, inode)``."""
     def publish(self, files: Sequence[tuple[str, int]]) -> list[str]:
-        """Make the checkpoint of these files, by name and length; durable and visible when it returns.
+        """Make a checkpoint from these files, by name and length; durable and visible when it returns.
 
         Returns:
             Warnings, in words.
@@ -293,18 +293,18 @@ class Gathering:
 class SingleFile:
     """A file that will appear at ``path`` whole and durable. ValueError after ``publish`` or ``discard``.
 
-    With ``direct``, writes bypass the page cache where the file system allows that.
+    With ``direct``, writes bypass the page cache if the file system permits.
     """
 
     def __new__(cls, path: str, direct: bool) -> SingleFile: ...
     def is_direct(self) -> bool:
-        """Whether they do."""
+        """Whether writes bypass the page cache."""
     def reserve(self, start: int, end: int) -> None:
-        """Allocate these bytes, so that threads write them at once."""
+        """Allocate these bytes, so that threads can write them in parallel."""
     def write(self, offset: int, address: int, nbytes: int) -> int:
         """As :meth:`Gathering.write`."""
     def publish(self, nbytes: int, crc: int) -> None:
-        """Give the file its path: its first bytes, which have this CRC-64. That is kept with it where possible."""
+        """Give the file its path, cut to its first bytes, which have this CRC-64. The CRC is stored, if possible."""
     def discard(self) -> None:
         """Remove it."""
 
@@ -312,7 +312,7 @@ def leftovers(directory: str) -> list[Leftover]:
     """The entries of ``directory`` under temporary names."""
 
 def remove_leftover(directory: str, name: str, force: bool) -> bool:
-    """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
+    """Remove a leftover if it is dead, or with ``force`` if it is unknown or kept. Return whether it was removed."""
 
 def begin_copy(kind: str, path: str, step: int | None) -> Operation | None:
     """Show a copy to a checkpoint in the live counters: a ``copy``, ``drain`` or ``fetch``; None without the core."""
@@ -324,16 +324,16 @@ def set_target(target: str) -> tuple[int, int]:
     """
 
 def set_group(group: int, rank: int, size: int) -> None:
-    """Tell the monitor that this process is ``rank`` of ``size`` in the group with this number, which is not 0."""
+    """Show in the monitor that this process is ``rank`` of ``size`` in the group with this number, which is not 0."""
 
 def wait_for(rank: int | None) -> None:
-    """Tell the monitor that this process waits for a rank of its group; None: no more."""
+    """Show in the monitor that this process waits for a rank of its group; None: it no longer waits."""
 
 def counters_refused() -> str | None:
-    """Why the monitor does not see this process, if that is for the file system of its directory."""
+    """Why the monitor does not see this process, if the file system of its directory is the reason."""
 
 def set_changed(step: int, model: float | None, optimizer: float | None) -> None:
-    """Tell the monitor which shares of the model's and the optimizer's bytes have changed with the save of a step."""
+    """Show in the monitor the shares of the model's and the optimizer's bytes that changed with the save of a step."""
 
 def warn(text: str) -> None:
     """Show a warning of this process in the monitor: up to 64 bytes of UTF-8."""
@@ -342,8 +342,8 @@ def warn(text: str) -> None:
 class ProbedRing:
     """Answers of the calls of io_uring: an errno, or 0.
 
-    ``refused`` is why a save has no ring. ``enter`` and ``register`` are called without a ring: the kernel answers
-    ``EBADF`` or ``EINVAL``, a seccomp filter answers something else.
+    ``refused`` is the reason if a save has no ring. ``enter`` and ``register`` are called without a ring: the kernel
+    answers ``EBADF`` or ``EINVAL``, a seccomp filter answers something else.
     """
 
     refused: int
@@ -357,8 +357,8 @@ class ProbedFiles:
 
     ``direct_used`` is whether a save would try direct I/O; ``direct_alignment`` the alignments of memory and of offsets
     in bytes, None where the kernel does not report them; ``direct_bypasses`` whether direct writes leave the page cache
-    alone, None if that cannot be seen; ``lock_reach`` which machines see a writer's lock: ``machine``, ``everywhere``
-    or ``unknown``.
+    alone, None if that cannot be observed; ``lock_reach`` which machines see a writer's lock: ``machine``,
+    ``everywhere`` or ``unknown``.
     """
 
     direct_open: int | None
@@ -382,9 +382,9 @@ class Probe:
     ``engine`` is the engine that would run, ``fallback`` why it is not the requested one, ``threads`` its workers,
     ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of ``madvise``, an
     errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a process's live
-    counters, both in bytes. ``counters_at`` are their possible directories, in turn, each with why it is not checked,
-    or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step that failed and
-    its errno.
+    counters, both in bytes. ``counters_at`` are their possible directories, in order, each with the reason why it is
+    not checked, or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step
+    that failed and its errno.
     """
 
     engine: str
@@ -401,29 +401,29 @@ class Probe:
     trouble: tuple[str, int] | None
 
 def crc64(address: int, nbytes: int, before: int | None = None) -> int:
-    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of bytes with that sum before them.
+    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of bytes with that checksum and then these.
 
-    The caller holds the memory, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` takes buffers.
+    The caller keeps the memory alive, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` accepts buffers.
     """
 
 def process_token() -> tuple[int, bytes] | None:
-    """The address of 16 bytes that no other process has, and those bytes; None if the system has no random ones."""
+    """The address of 16 random bytes that no other process has, and the bytes; None if the system has none."""
 
 def reads_process(process: int, address: int, token: bytes) -> bool:
-    """Whether the 16 bytes at an address of another process are these; OSError if this one may not read them."""
+    """Whether the 16 bytes at an address of another process are these; OSError if this process may not read them."""
 
 def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
-    """The sum of the bytes with the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
+    """The checksum of bytes with the checksum ``first``, followed by parts, given as checksum and length in bytes."""
 
 def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
-    """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.
+    """Whether inserting ``keys``, in this order, would take more than 128 steps per key.
 
-    A dict looks at one place a step, and ``neighbours`` is 0; a set looks at the 9 behind it, too. TypeError where a
-    key cannot be hashed.
+    A dict examines one place per step, and ``neighbours`` is 0; a set also examines the next 9. TypeError if a key
+    cannot be hashed.
     """
 
 def probe(directory: str, *, io: str) -> Probe:
-    """Try in ``directory`` the steps of a save with this ``io``, and remove all traces.
+    """Try the steps of a save in ``directory`` with this ``io``, and remove all traces.
 
     ``ValueError`` for an unknown engine.
     """
@@ -449,16 +449,16 @@ class Memory:
     def nbytes(self) -> int: ...
     @property
     def is_in_use(self) -> bool:
-        """Whether a snapshot or an operation has it, also one that was given up; or it is closed."""
+        """Whether a snapshot or an operation uses it, even an abandoned one; or it is closed."""
     def close(self) -> None:
-        """Unmap it, unless a snapshot or an operation has it: then it comes back, to be closed again."""
+        """Unmap it, unless a snapshot or an operation uses it: then close it again later."""
 
 @final
 class Operation:
     """An operation in the live counters that the core does not run: a save while its state is copied, a copy.
 
-    The core takes a save over with the :class:`SaveOptions` that have it, and ends it. From then on, and after
-    ``end_copy`` and ``fail``, the methods do nothing.
+    The core takes over a save by its :class:`SaveOptions`, and ends it. From then on, and after ``end_copy`` and
+    ``fail``, the methods do nothing.
     """
 
     def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
@@ -466,13 +466,13 @@ class Operation:
     def staged(self, nbytes: int) -> None:
         """Report the number of bytes copied so far. One thread at a time calls this."""
     def plan(self) -> None:
-        """Say that the copy is complete."""
+        """Report that the copy is complete."""
     def copied(self, nbytes: int, total: int) -> None:
-        """Report what a copy of a checkpoint has moved so far. One thread at a time calls this."""
+        """Report the bytes that a copy of a checkpoint has moved so far. One thread at a time calls this."""
     def end_copy(self, whole: bool) -> None:
-        """Say that a copy of a checkpoint has ended, and whether the checkpoint at its target is whole."""
+        """Report that a copy of a checkpoint has ended, and whether the checkpoint at its target is whole."""
     def fail(self, errno: int | None = None) -> None:
-        """Say that the copy failed, or that the save was given up."""
+        """Report that the copy failed, or that the save was abandoned."""
 
 @final
 class Snapshot:
@@ -497,8 +497,8 @@ class Snapshot:
         """Pack ``parts`` into memory, to be written by others from their ``places`` before ``close``.
 
         Only the address and the capacity of each are used. Parts begin at multiples of 64 bytes; two consecutive parts
-        are packed without a gap if the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index of a
-        range is that in ``parts``.
+        are packed without a gap if the byte of both in ``joins`` is not 0. ``fill`` is as for :func:`save`; the index
+        of a range is the index in ``parts``.
         """
     @property
     def nbytes(self) -> int:
@@ -512,18 +512,18 @@ class Snapshot:
     def stop(self) -> None:
         """Make ``stage`` end soon, with KeyboardInterrupt."""
     def attach(self, memory: Memory) -> None:
-        """Take the memory to copy to, until ``close``."""
+        """Use this memory for the copies, until ``close``."""
     def places(self) -> list[tuple[int, int]]:
         """The place of each tensor or part in the attached memory: its address and its bytes."""
     def copied(self, nbytes: int) -> None:
-        """Say that the caller has copied so many bytes of tensors to their places itself; these copies have ended.
+        """Report that the caller has copied this many bytes of tensors to their places itself; these copies have ended.
 
-        ValueError for more than were missing.
+        ValueError if fewer were missing.
         """
     def stage(self, wanted: bytes, *, last: bool, options: SaveOptions) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go.
 
-        RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
+        RuntimeError if bytes are missing after the last one, which neither it nor the caller has copied.
         """
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
         """Write the images, with this path, ``overwrite``, ``base`` and I/O; see :func:`save`. RuntimeError for parts.
@@ -532,9 +532,9 @@ class Snapshot:
         """
     @property
     def is_left(self) -> bool:
-        """Whether a save that was given up may still read it: its memory stays until nothing has this any more."""
+        """Whether an abandoned save may still read it: its memory stays until nothing refers to this object."""
     def close(self) -> None:
-        """Give the memory back, and release all other resources; nothing of that if it ``is_left``."""
+        """Give the memory back, and release all other resources, unless it ``is_left``."""
 
 @final
 class LogicalType:
@@ -564,7 +564,7 @@ class StoredTensor:
     def name(self) -> str: ...
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """The name in safetensors."""
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -610,7 +610,7 @@ class DamagedRange:
 
 @final
 class ReadRequest:
-    """A tensor, or a box of it, and where its bytes go."""
+    """A tensor, or a box of it, and the destination of its bytes."""
 
     def __new__(
         cls,
@@ -620,14 +620,14 @@ class ReadRequest:
         box: Sequence[tuple[int, int, int]] | None = None,
         strides: Sequence[int] | None = None,
     ) -> ReadRequest:
-        """Ask for a tensor.
+        """Request a tensor.
 
         Args:
             tensor: its number.
-            address: the lowest byte of writable host memory, or 0 when the ``drain`` of :meth:`Reader.read` takes the
+            address: the lowest byte of writable host memory, or 0 if the ``drain`` of :meth:`Reader.read` receives the
                 bytes.
-            capacity: the bytes that are there to be written to, or that ``drain`` can take. It comes from the memory
-                itself and never from a manifest.
+            capacity: the writable bytes there, or those that ``drain`` can receive. It comes from the memory itself and
+                never from a manifest.
             box: for each dimension of the logical shape the first index, one past the last, and the step, at least 1;
                 None for the whole tensor.
             strides: for each dimension the distance in bytes between neighbours in memory, negative if they go
@@ -646,10 +646,10 @@ class ReadRequest:
 
 @type_check_only
 class Store(Protocol):
-    """The files of a checkpoint in an object store. Worker threads call it, and what it raises ends the read.
+    """The files of a checkpoint in an object store. Worker threads call it, and its errors end the read.
 
-    FileNotFoundError says that an object is missing, and a CheckpointError that there is no checkpoint any more. Other
-    errors say nothing of the checkpoint.
+    FileNotFoundError means that an object is missing, and a CheckpointError that the checkpoint is gone. Other errors
+    are not about the checkpoint.
     """
 
     def manifest(self, most: int | None = None) -> bytes:
@@ -657,12 +657,12 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is missing."""
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, object]:
-        """``nbytes`` of a file from ``start`` on; fewer where it ends before.
+        """``nbytes`` of a file from ``start`` on; fewer if it ends before.
 
-        Returns their address, their number, and what keeps them there, unchanged, for as long as it lives.
+        Returns their address, their number, and an object that keeps them unchanged as long as it lives.
         """
     def path_of(self, name: str) -> str:
-        """What messages call a file."""
+        """The name of a file in messages."""
 
 @final
 class Reader:
@@ -690,7 +690,7 @@ class Reader:
     def metadata(self) -> str:
         """The caller's metadata, as JSON text."""
     def per_rank(self) -> str | None:
-        """The states that ranks of the job saved for themselves, as JSON text; None if there are none."""
+        """The ``per_rank`` states, as JSON text; None if there are none."""
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
     def read(
@@ -707,18 +707,18 @@ class Reader:
     ) -> Report:
         """Read tensors and boxes of them.
 
-        A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
-        its tensor. For requests without an address, ``drain(ranges)`` takes their bytes; worker threads call it. A
-        range is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of request number
-        ``index``, in row-major order, are at ``address``. That memory belongs to ``drain`` until it returns.
+        A request for more than the size of its memory is a ValueError before anything is read, and so is a box that is
+        not in its tensor. For requests without an address, ``drain(ranges)`` receives their bytes; worker threads call
+        it. A range is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of request
+        number ``index``, in row-major order, are at ``address``. That memory belongs to ``drain`` until it returns.
         ``staging`` is memory for the staging buffers; None for the core's own, at most ``most_staging`` bytes. With
         ``verify`` every extent that a request touches is read whole and compared with its checksum; without it only the
         requested ranges are read, and gaps of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
-        """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
+        """Write a checkpoint with tensors of this one, by number and name, with the same metadata.
 
-        They are not held in memory, and are compared with their checksums on the way.
+        The tensors are not held in memory, and are compared with their checksums on the way.
         """
     def map(self, tensors: Sequence[int]) -> Mappings:
         """Map the shards that hold ``tensors``, except empty ones. Nothing is read."""
@@ -730,7 +730,7 @@ class Reader:
         threads: int | None,
         tick: Callable[[int, int], None] | None,
     ) -> Report:
-        """Read every page of ``tensors`` where they are mapped, and compare it with its checksum."""
+        """Read every page of the mapped ``tensors``, and compare them with their checksums."""
     def verify(
         self,
         *,
@@ -764,7 +764,7 @@ class Spread:
 
 @final
 class Share:
-    """The ranges that each rank of a job writes or reads, and which bytes travel: the same on every rank."""
+    """The ranges that each rank of a job writes or reads, and the bytes to send: the same on every rank."""
 
     @staticmethod
     def to_save(
@@ -782,15 +782,15 @@ class Share:
             tensors: name, stored dtype, stored global shape, logical dtype and global shape or None, and the indices
                 of its spreads, each.
             spreads: the spreads.
-            ranks: how many ranks there are.
+            ranks: the number of ranks.
             options: its model prefix, shard size and block size count.
-            page: bytes of the largest memory page that a rank's kernel has: a rank writes whole pages of that size.
+            page: bytes of the largest memory page of any rank's kernel: a rank writes whole pages of that size.
             grain: bytes at whose multiples writers change: a power of two, at least a page. 0 for a page.
             team: ranks that share the writing of their neighbouring pieces; 1 if each writes its own, 0 for as many as
-                it takes until these add up to a grain.
+                needed until the pieces add up to a grain.
 
-        ValueError where a spread, a page or a grain does not fit. UnsupportedTypeError where the checkpoint would be
-        too large.
+        ValueError if a spread, a page or a grain does not fit. UnsupportedTypeError if the checkpoint would be too
+        large.
         """
     @staticmethod
     def to_load(
@@ -809,8 +809,8 @@ class Share:
         :meth:`RankLoad.read` reports of them must be collected for :meth:`compare`. ``grain`` and ``team`` are those of
         :meth:`to_save`: teams read whole blocks, and no rank reads a part of one.
 
-        The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
-        has.
+        The tensors of the share are all tensors of the checkpoint, by their numbers there. IndexError for an unknown
+        number.
         """
     def first(self, tensors: Sequence[int] | None) -> Share:
         """The same share of a save, with all bytes of these tensors, or of all, from the lowest rank that has them."""
@@ -821,16 +821,16 @@ class Share:
     def digest(self) -> int:
         """A number that is equal on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
-        """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
+        """Combine the checksums of several ranks. ValueError if they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:
-        """Compare the checksums of all ranks for what they read apart; CorruptCheckpointError if they differ.
+        """Compare the checksums of blocks that several ranks read in parts; CorruptCheckpointError if they differ.
 
-        ValueError where a part is missing.
+        ValueError if a part is missing.
         """
     def ranges(self, rank: int) -> list[tuple[int, int, int]]:
         """The ranges that a rank writes: file, first byte, and the byte after the last; errors as in ``figures``."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
-        """The duties of a rank. Of a share that was made to save, ``load`` gives those of a load ``apart``.
+        """The duties of a rank. For a share made for a save, ``load`` gives those of a load ``apart``.
 
         ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
         ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no
@@ -846,10 +846,10 @@ def aggregation(path: str, page: int) -> tuple[int, int]:
 
 @final
 class Mail:
-    """The messages of one rank to and from others, while they travel.
+    """The messages of one rank to and from others, in flight.
 
-    Two threads move them, each those of one direction in the order of its list: ``pack``, send, ``sent``; and
-    ``admit``, receive, ``arrived``. Calls out of order are RuntimeErrors.
+    Two threads move them, each for one direction in the order of its list: ``pack``, send, ``sent``; and ``admit``,
+    receive, ``arrived``. Calls out of order are RuntimeErrors.
     """
 
     def outgoing(self) -> list[tuple[int, int]]:
@@ -857,17 +857,17 @@ class Mail:
     def incoming(self) -> list[tuple[int, int]]:
         """The other rank and the bytes of each message to receive."""
     def travelling(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Number, rank and bytes of those that travel, of both lists: all until a save has others be read elsewhere."""
+        """Number, rank and bytes of the messages to move, of both lists: without those that ranks read from memory."""
     def pack(self, message: int) -> int:
         """Wait until a message may be sent; return the address of its bytes."""
     def sent(self, message: int) -> None:
-        """A message was sent; its memory is freed."""
+        """Report that a message was sent; frees its memory."""
     def admit(self, message: int) -> int:
         """Wait until there is memory for a message; return the address to receive it at."""
     def arrived(self, message: int) -> None:
-        """A message was received. The first call that takes bytes of it compares it with its checksum."""
+        """Report that a message was received. The first use of its bytes compares it with its checksum."""
     def altered(self) -> tuple[int, str] | None:
-        """The rank whose message was altered, and what is wrong with it."""
+        """The rank whose message was altered, and the error."""
     def lost(self) -> tuple[int, str] | None:
         """The rank whose memory could not be read, and why."""
     def stop(self, why: str) -> None:
@@ -875,10 +875,10 @@ class Mail:
 
 @final
 class RankBase:
-    """The part of an earlier checkpoint, its base, that the save of one rank takes over.
+    """The part of an earlier checkpoint, its base, that the save of one rank reuses.
 
     The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` instead of ``open``,
-    and ``follow`` instead of ``take``. Then :class:`RankSave` takes it. RuntimeError out of order.
+    and ``follow`` instead of ``take``. Then it is passed to :class:`RankSave`. RuntimeError out of order.
     """
 
     def __new__(
@@ -890,32 +890,32 @@ class RankBase:
         options: SaveOptions,
         keep: object = None,
     ) -> RankBase:
-        """As for :class:`RankSave`, with the same ``options``, of which ``frozen`` matters, too, and ``keep``.
+        """As for :class:`RankSave`, with the same ``options``, including ``frozen``, and ``keep``.
 
-        ``share`` is that of a save that takes over nothing.
+        ``share`` is that of a save without a base.
         """
     def open(self, path: str) -> bytes | None:
-        """Open the base, and return its manifest for the others; None if it is none, and the save will warn of it."""
+        """Open the base, and return its manifest for the others; None if it is unusable: then the save warns."""
     def know(self, path: str, manifest: bytes) -> None:
-        """Take the manifest of the base at ``path``, which the coordinator has opened."""
+        """Accept the manifest of the base at ``path``, which the coordinator has opened."""
     def compare(self, tick: Callable[[int, int], None] | None) -> bytes:
         """Sum this rank's part of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
     @staticmethod
     def merge(found: Sequence[bytes]) -> bytes:
-        """The findings of several ranks, combined; in any order."""
+        """Combine the findings of several ranks, in any order."""
     def take(self, path: str, found: bytes, tick: Callable[[int, int], None] | None) -> bytes:
-        """Make the workspace for a save to ``path``, and link the files in which nothing has changed into it.
+        """Make the workspace for a save to ``path``, and link the unchanged files into it.
 
         Args:
             path: the checkpoint's directory.
-            found: the merged findings of all ranks. A tensor of which they have not summed each byte once has changed.
+            found: the merged findings of all ranks. A tensor counts as changed unless each byte was summed once.
             tick: as in :func:`save`.
 
         Returns:
             The answer that the others ``follow``.
         """
     def follow(self, told: bytes) -> None:
-        """Note the files that the coordinator took over."""
+        """Record the files that the coordinator linked."""
     def share(self) -> Share:
         """The layout of the rest, for :class:`RankSave`; equal on all ranks."""
     def close(self) -> None:
@@ -923,12 +923,12 @@ class RankBase:
 
 @final
 class Replicas:
-    """The findings of a rank about cells of tensors that other ranks hold, too: made by :meth:`RankSave.replicas`."""
+    """The findings of a rank about cells of tensors that other ranks also hold: made by :meth:`RankSave.replicas`."""
 
     def digests(self) -> list[tuple[int, int, int]]:
-        """For ranks that hold the same cells: a number for them, how many they are, the sum of the cells here."""
+        """For ranks that hold the same cells: a number for them, their count, the checksum of the cells here."""
     def of_holders(self, numbers: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Tensor, first byte, number and sum of each cell that ranks with these numbers hold."""
+        """Tensor, first byte, number and checksum of each cell that ranks with these numbers hold."""
 
 @final
 class RankSave:

@@ -1,4 +1,4 @@
-"""CRC-64/NVME (docs/format.md, 3.3) of buffers, and how the manifest writes it."""
+"""CRC-64/NVME (docs/format.md, 3.3) of buffers, and its notation in the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _digits = re.compile(r"[0-9a-f]*").fullmatch
 
 
 class _Sum(Protocol):
-    """Computes it of the bytes at an address."""
+    """Computes the checksum of the bytes at an address."""
 
     def __call__(self, address: int, nbytes: int, before: int | None = None) -> int: ...
 
@@ -27,24 +27,24 @@ _join: Callable[[int, Sequence[tuple[int, int]]], int]
 
 
 def use(sum_: _Sum, join: Callable[[int, Sequence[tuple[int, int]]], int]) -> None:
-    """Set the functions that compute: the core's, which the portable reader below it also uses."""
+    """Set the functions that compute: the core's, which the portable reader also uses."""
     global _sum, _join
     _sum, _join = sum_, join
 
 
 def of(data: Any, before: int | None = None) -> int:
-    """The sum of ``data``, a contiguous buffer; with ``before``, of the bytes with that sum, followed by ``data``."""
+    """The checksum of ``data``, a contiguous buffer; with ``before``, of bytes with that checksum and then ``data``."""
     memory = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
     return _sum(memory.__array_interface__["data"][0], memory.nbytes, before)
 
 
 def joined(first: int, parts: Iterable[tuple[int, int]]) -> int:
-    """The sum of the bytes with the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
+    """The checksum of bytes with the checksum ``first``, followed by parts, given as checksum and length in bytes."""
     return _join(first, list(parts))
 
 
 def are_digits(text: str, count: int) -> bool:
-    """Whether ``text`` is ``count`` sums, one after another."""
+    """Whether ``text`` is ``count`` checksums, one after another."""
     return len(text) == count * HEX and _digits(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Makes what Python has written durable: one file, or the names in one directory."""
+"""Makes writes of Python durable: one file, or the names in one directory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 def sync(path: str | os.PathLike[str]) -> None:
     """Fsync a file or a directory.
 
-    Windows opens no directories, and journals their changes. Some file systems refuse to sync them: they write names
-    through.
+    Windows cannot open directories, but journals their changes. Some file systems refuse to sync directories, but write
+    names through.
 
     Raises:
         OSError: it cannot be opened, or the storage failed.
@@ -33,7 +33,7 @@ def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> No
     """Rename a file or a directory, durably; a file, or a directory that is empty, is replaced.
 
     Raises:
-        OSError: what is there is not replaced, or the storage failed.
+        OSError: the target cannot be replaced, or the storage failed.
     """
     os.replace(source, target)  # noqa: PTH105
     for parent in {Path(target).parent, Path(source).parent}:

@@ -1,4 +1,4 @@
-"""Further files that a save puts beside the shards: their names and contents."""
+"""Further files that a save adds beside the shards: their names and contents."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 #: Argument types of public functions, as type checkers see them.
 Contents: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
-#: Python closes descriptors in children anyway; Windows has no pipes among files, and may translate line ends.
+#: Python closes descriptors in children anyway; Windows has no pipes in directories, but may translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-#: Bytes that a file's name may have, by the usual file systems.
+#: The most bytes of a file's name in common file systems.
 _LONGEST_NAME = 255
-#: The file that torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` puts one beside the
-#: manifest for them, and nothing here reads it.
+#: The file that torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` writes one beside the
+#: manifest for them, and fastckpt does not read it.
 TORCH_METADATA = ".metadata"
 #: The files that fastckpt writes beside the shards.
 BESIDE_SHARDS = frozenset({"fastckpt.json", "model.safetensors.index.json", TORCH_METADATA})
@@ -37,7 +37,7 @@ def check_names(operation: str, files: Any) -> None:
 
 
 def contents_of(operation: str, files: Contents | None) -> list[tuple[str, bytes]]:
-    """The name and the content of each; they have been checked."""
+    """The name and the content of each file; the names have been checked."""
     return [(name, _content(operation, name, content)) for name, content in (files or {}).items()]
 
 
@@ -66,7 +66,7 @@ def _content(operation: str, name: str, content: str | bytes | os.PathLike[str])
     if isinstance(content, (bytes, bytearray, memoryview)):
         return bytes(content)
     try:
-        # Opening a pipe would block, and a device may have no end.
+        # Opening a pipe would block, and a device may be endless.
         descriptor = os.open(content, _FLAGS)
     except OSError as error:
         what = f"{operation}: files: cannot open the file to copy as {name!r}: {error.strerror}"

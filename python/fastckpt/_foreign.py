@@ -31,9 +31,9 @@ _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
 #: The first entry of the zip archive that torch.save writes comes after its local header.
 _ZIP, _LOOK = b"PK\x03\x04", 256
-#: How many entries of a directory are looked at: a directory of data may have millions, far away.
+#: The most entries of a directory that are examined: a remote directory of data may have millions.
 _MOST = 1000
-#: How torch.save wrote before torch 1.6: a pickled number comes first.
+#: The start of files that torch.save wrote before torch 1.6: a pickled number.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -68,12 +68,12 @@ def writer_of(name: str) -> str | None:
 
 
 def written_beside(path: str | os.PathLike[str]) -> str | None:
-    """A warning, where another program has put its checkpoint into the directory of one of ours."""
+    """A warning if another program has written its checkpoint into the directory of a checkpoint of fastckpt."""
     try:
         names = sorted(_names(path))
-    except OSError:  # another save takes its place just now
+    except OSError:  # another save is replacing it now
         return None
-    # `fastckpt.dcp.Writer` writes a `.metadata` of its own.
+    # `fastckpt.dcp.Writer` also writes a `.metadata`.
     found = ((name, writer_of(name)) for name in names if name != TORCH_METADATA)
     for name, who in found:
         if who not in {None, "safetensors"}:
@@ -130,7 +130,7 @@ def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:
         what = "it looks like a model of Hugging Face"
     elif ours:
         what += ": it has lost its manifest"
-    # An index does not list what is in the group `training`.
+    # An index does not list the files of the group `training`.
     if (_INDEX in names or len(shards) == 1) and not ours:
         return f"{what}; {_convert(path)}"
     return f"{what}; 'fastckpt import' reads its files one by one"

@@ -1,4 +1,4 @@
-"""What is installed into another library, from the call that installs it until it ends."""
+"""Installations into another library, from the call that installs until the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Installed:
-    """The installations of one kind that have not ended, and functions that differ as long as there is one."""
+    """The active installations of one kind, and the functions that are replaced while one is active."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -21,12 +21,12 @@ class Installed:
 
     @property
     def options(self) -> Any:
-        """The options of the last installation that has not ended; None without one."""
+        """The options of the last active installation; None without one."""
         options = self._options
         return options[-1] if options else None
 
     def begin(self, options: Any, replaced: Iterable[tuple[Any, str, Callable[..., Any]]] = ()) -> Installation:
-        """A new installation, whose ``options`` are in effect from now on; for ``replaced`` see :meth:`replace`."""
+        """Begin an installation, whose ``options`` apply from now on; for ``replaced`` see :meth:`replace`."""
         for owner, name, ours in replaced:
             self.replace(owner, name, ours)
         with self._lock:
@@ -35,7 +35,7 @@ class Installed:
         return made
 
     def end(self, options: Any) -> None:
-        """End the installation with these very options; once more does nothing."""
+        """End the installation with this options object; a second call does nothing."""
         with self._lock:
             for at, known in enumerate(self._options):
                 if known is options:
@@ -43,10 +43,10 @@ class Installed:
                     break
 
     def replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Have ``owner.name`` call ``ours(options, theirs, *args)`` while anything is installed.
+        """Make ``owner.name`` call ``ours(options, theirs, *args)`` while an installation is active.
 
-        ``theirs`` is the function that stood there. The replacement stays for good, and passes calls on when nothing is
-        installed: others may have taken a reference.
+        ``theirs`` is the original function. The replacement is permanent, and passes calls on when nothing is
+        installed: other code may hold a reference to it.
         """
         with self._lock:
             if (id(owner), name) in self._replaced:
@@ -71,7 +71,7 @@ class Installation:
         self._options = options
 
     def uninstall(self) -> None:
-        """End this installation; once more does nothing."""
+        """End this installation; a second call does nothing."""
         self._installed.end(self._options)
 
     def __enter__(self) -> Installation:  # noqa: PYI034 - Self is not in Python 3.10

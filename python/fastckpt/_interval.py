@@ -1,4 +1,4 @@
-"""How often to save, and what it costs: the formulas of the field.
+"""How often to save, and what it costs: the standard formulas.
 
 All times are in seconds. An *interval* runs from the start of one checkpoint to the start of the next: training, and
 then the checkpoint's cost, for which training stops. Young's and Daly's own results are the training alone.
@@ -10,32 +10,32 @@ import math
 
 #: Seconds between failures of one accelerator, as MLCommons assumes.
 MTTF_GPU = 50_000 * 3600.0
-#: A shorter time between failures of a job is meant in hours where it has no unit: no such job would be planned.
+#: A number below this, without a unit, is meant in hours: no job with so many failures would be planned.
 LEAST_MTTF = 600.0
 
 
 def cluster_mttf(mttf: float, accelerators: int) -> float:
     """Mean time to failure of a cluster: ``mttf / accelerators``.
 
-    Source: the rate of failures of independent parts is the sum of their rates; Micron and Lightbits quote 124 minutes
+    Source: the failure rate of independent parts is the sum of their rates; Micron and Lightbits quote 124 minutes
     for 24,000 accelerators (49,600 h each), MLCommons assumes 50,000 h.
 
     Args:
         mttf: the MTTF of one accelerator.
-        accelerators: how many must all run.
+        accelerators: the number that must all run.
     """
     return mttf / accelerators
 
 
 def goodput_rule(goodput: float, mttf: float) -> float:
-    """The interval at which 1 - goodput of the time between failures is at stake: ``(1 - goodput) * mttf``.
+    """The interval that puts 1 - goodput of the time between failures at risk: ``(1 - goodput) * mttf``.
 
     Source: Micron and Lightbits: 20 checkpoints between failures give 95 % good throughput. It counts a whole interval
-    as lost with each failure; half of it is, on average, and the other half is left for the checkpoints themselves
-    and the restart.
+    as lost with each failure; half of it is lost on average, and the other half remains for the checkpoints and the
+    restart.
 
     Args:
-        goodput: the share of time wanted for training, between 0 and 1.
+        goodput: the wanted share of training in the time, between 0 and 1.
         mttf: of the cluster.
     """
     return (1 - goodput) * mttf
@@ -83,8 +83,8 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
     Args:
         cost: seconds for which a checkpoint stops training.
         mttf: of the cluster.
-        restart: seconds to detect a failure, restart and load. Every failure costs them, however often one saves: they
-            do not move the best interval as long as failures come at random.
+        restart: seconds to detect a failure, restart and load. Each failure costs them, however often one saves: with
+            random failures they do not change the best interval.
 
     Raises:
         ValueError: cost or MTTF is not more than 0, restart is negative, or one is not finite.
@@ -106,20 +106,20 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
 
 
 def expected_goodput(interval: float, cost: float, mttf: float, restart: float = 0.0, lag: float = 0.0) -> float:
-    """The share of time that becomes training that is kept, failures coming at random.
+    """The share of time that becomes kept training, with random failures.
 
     ``(interval - cost) / (mttf * exp((restart + lag) / mttf) * (exp(interval / mttf) - 1))``: failures may come at any
-    time, also during a checkpoint and during the restart.
+    time, even during a checkpoint and the restart.
 
-    Source: Daly (2006), the complete cost function, as time solved for over time elapsed. A checkpoint that is durable
-    only ``lag`` after training went on delays each one alike, and so counts as if the restart took longer.
+    Source: Daly (2006), the complete cost function, as time solved for over time elapsed. If each checkpoint is durable
+    only ``lag`` seconds after training continues, that counts like a longer restart.
 
     Args:
         interval: from the start of one checkpoint to the start of the next.
         cost: seconds for which a checkpoint stops training.
         mttf: of the cluster.
         restart: seconds to detect a failure, restart and load.
-        lag: seconds after training went on until the checkpoint is durable.
+        lag: seconds from when training continues until the checkpoint is durable.
 
     Returns:
         0 to 1; 0 if checkpoints leave no time for training.
@@ -134,7 +134,7 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
 
 
 def first_order_goodput(interval: float, cost: float, mttf: float, restart: float = 0.0) -> float:
-    """The same to first order: ``1 - cost / interval - (interval / 2 + restart) / mttf``.
+    """The goodput to first order: ``1 - cost / interval - (interval / 2 + restart) / mttf``.
 
     Source: Young (1974): a checkpoint's cost in each interval, and with each failure half an interval. It holds while
     the interval is much smaller than the MTTF.
@@ -146,13 +146,13 @@ def first_order_goodput(interval: float, cost: float, mttf: float, restart: floa
         restart: seconds to detect a failure, restart and load.
 
     Returns:
-        At most 1; it may fall below 0 where it does not hold.
+        At most 1; it may be below 0 outside its range.
     """
     return 1 - cost / interval - (interval / 2 + restart) / mttf
 
 
 def lost_work(interval: float, mttf: float, lag: float = 0.0) -> float:
-    """Seconds between the last durable checkpoint and a failure, on average, failures coming at random.
+    """Mean seconds between the last durable checkpoint and a failure, with random failures.
 
     ``mttf - interval * exp(-lag / mttf) / (exp(interval / mttf) - 1)``, which is half an interval plus the lag while
     both are much smaller than the MTTF.
@@ -162,7 +162,7 @@ def lost_work(interval: float, mttf: float, lag: float = 0.0) -> float:
     Args:
         interval: from the start of one checkpoint to the start of the next.
         mttf: of the cluster.
-        lag: seconds after training went on until a checkpoint is durable.
+        lag: seconds from when training continues until a checkpoint is durable.
     """
     if interval / mttf > 700:  # noqa: PLR2004 - as above: no interval is ever completed
         return mttf

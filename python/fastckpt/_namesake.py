@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: The command that repairs the installation where both are, or were, installed. Without ``--no-deps``, pip would renew
-#: numpy, too.
+#: The command that repairs an installation with both distributions. Without ``--no-deps``, pip would reinstall numpy,
+#: too.
 REMEDY = "pip uninstall fastckpt && pip install --force-reinstall --no-deps fastckpt-io"
 
 # The names that pip, setuptools and distutils give to the metadata of an installed distribution.
@@ -25,12 +25,12 @@ _about = re.compile(r"fastckpt(?:-(\d[\w.+!]*)(?:-py[\d.]+)?)?\.(?:dist|egg)-inf
 def warn_of_namesake() -> None:
     """Warn if the other project's distribution is installed in this package's directory.
 
-    Only the directory of this package is looked at: elsewhere the other one overwrites nothing, and the order of
-    ``sys.path`` decides. ``importlib.metadata`` would know more, but importing it takes nearly as long as importing
+    Only the directory of this package is examined: elsewhere the other one overwrites nothing, and the order of
+    ``sys.path`` decides. ``importlib.metadata`` would find more, but its import takes nearly as long as that of
     fastckpt (25 ms of CPU beside 33); the listing takes 0.4 ms in a directory of 230 names.
 
     Warns:
-        RuntimeWarning: it is.
+        RuntimeWarning: the other distribution is there.
     """
     package = Path(__file__).parent
     other = _other_in(package.parent)
@@ -44,7 +44,7 @@ def warn_of_namesake() -> None:
 
 
 def check_own(module: ModuleType) -> None:
-    """Raise ImportError, with the remedy, if ``module``, which is ``fastckpt``, is not this package's."""
+    """Raise ImportError, with the remedy, if the module ``fastckpt`` given as ``module`` is not this package's."""
     if not hasattr(module, "save"):
         package = Path(__file__).parent
         other = _other_in(package.parent)
@@ -73,7 +73,7 @@ def _other_in(directory: Path) -> str | None:
 def _has_files(record: Path) -> bool:
     """Whether the list of files ``record`` belongs to another distribution that has a package ``fastckpt``.
 
-    Distributions of Debian, and old ones, have no such list: there the name decides.
+    Distributions of Debian, and old ones, have no list of files: there the name decides.
     """
     try:
         with record.open(encoding="utf-8", errors="replace") as lines:

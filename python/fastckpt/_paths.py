@@ -41,9 +41,9 @@ def is_url(text: str) -> bool:
 
 
 def refuse_url(operation: str, path: str) -> None:
-    """A URL is not a path: taken for one, it would make a directory named after its scheme."""
+    """Refuse a URL: treated as a path, it would create a directory named after its scheme."""
     if is_url(path):
         raise ValueError(
-            f"{operation}: {path!r} is a URL, but this call supports only file systems: save to a path, and copy "
-            "to the URL with fastckpt.copy or Manager(..., remote=) (if this is a relative path, give the absolute one)"
+            f"{operation}: {path!r} is a URL, but this call supports only file systems: give a path; fastckpt.copy "
+            "and Manager(..., remote=) copy to a URL (if this is a relative path, give the absolute one)"
         )

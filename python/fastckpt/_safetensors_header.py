@@ -14,7 +14,7 @@ def text_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Ma
 
     Args:
         tensors: name, dtype, shape and bytes of each, in the order of their data.
-        metadata: texts by name, or None for none.
+        metadata: strings by name, or None.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0

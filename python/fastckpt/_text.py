@@ -1,4 +1,4 @@
-"""Text for people: sizes, counts, tables, similar names. The API and the tools share it."""
+"""Readable text: sizes, counts, tables, similar names. The API and the tools share it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _WIDEST = 100
 
 
 def natural(name: str) -> tuple[object, ...]:
-    """A key that sorts names as people do: ``step-900`` before ``step-1000``."""
+    """A key that sorts names by their numbers: ``step-900`` before ``step-1000``."""
     parts = re.split("([0-9]+)", name)
     return (*(int(part) if index % 2 else part for index, part in enumerate(parts)), name)
 
 
 def visible(text: str) -> str:
-    """``text`` on one line as a terminal may have it.
+    """``text`` on one line, safe for a terminal.
 
     Characters that could move the cursor, reverse the direction or not be encoded are escaped as in Python.
     """
@@ -48,7 +48,7 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """``text``, cut to so many characters; dots show that it goes on."""
+    """``text``, cut to a number of characters; dots show that it was cut."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

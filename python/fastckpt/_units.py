@@ -1,4 +1,4 @@
-"""Quantities with their units, read from callers' arguments and written for people. The API and the tools share it."""
+"""Quantities with units, parsed from arguments and formatted for output. The API and the tools share it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BYTES = {
     "KB": 1000,
 }
 
-#: Less than this many bytes per second without a unit are meant in another one.
+#: A rate below this, without a unit, is taken as a mistake: another unit is meant.
 LEAST_RATE = 1e4
 _DIGITS = 3
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 
 
 def _split(what: str, value: float | str) -> tuple[float, str]:
-    """A number and the unit behind it."""
+    """A number and the unit after it."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{what} must be a number or a string, not {type(value).__name__}")
     if not isinstance(value, str):
@@ -69,7 +69,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     Args:
         what: the name of the quantity, for the error.
         value: a number, or a string of a number and a unit: ms, s, min, h, d, w, y.
-        least_bare: less than this without a unit is meant in another one.
+        least_bare: a number below this, without a unit, is an error: another unit is meant.
 
     Raises:
         ValueError: it is not that, or not more than 0.
@@ -80,7 +80,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     return result
 
 
-#: A shorter age without a unit is meant in hours.
+#: A number below this, without a unit, is meant in hours.
 LEAST_AGE = 60.0
 
 

@@ -1,11 +1,11 @@
-"""Warnings that point at the program's own line, however deep in the library they arise."""
+"""Warnings that point at the program's line, however deep in the library they arise."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 
-#: Modules whose lines are not the program's. ``torch.distributed.checkpoint`` calls our reader and writer.
+#: Modules that are not the program. ``torch.distributed.checkpoint`` calls fastckpt's reader and writer.
 _LIBRARIES = frozenset({"fastckpt", "torch"})
 
 

@@ -1,4 +1,4 @@
-"""Calls for programs with background saves: wait for their end, free their memory, guard lazy copies."""
+"""Functions for background saves: wait for their end, free their memory, guard lazy copies."""
 
 from __future__ import annotations
 

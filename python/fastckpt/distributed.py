@@ -1,16 +1,16 @@
-"""All processes of a job save and load one checkpoint, without a copy of it in one place and without an export.
+"""All processes of a job save and load one checkpoint, with no full copy in one place and no export.
 
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
 fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
-fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as there are now
+fastckpt.distributed.load("step-1000", into=state)       # on any number of ranks
 model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
-``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
-optimizer may stand in place of its state: it is loaded with that state.
+``into=`` is updated in place and returned: tensors are filled, and values such as the step are replaced. A module or an
+optimizer may take the place of its state: it is loaded with that state.
 
-The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
-own; torch's collectives are not used, so training can continue meanwhile. Without a process group, one process works
-alone.
+The ranks coordinate through the store of torch's process group, and send each other bytes through a separate gloo
+group; torch's collectives are not used, so training can continue meanwhile. Without a process group, the process saves
+and loads by itself.
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ def save(
 ) -> SaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
-    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name keeps its old contents,
-    even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one process, to the
-    last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
+    When it returns on any rank, the checkpoint is durable and whole. Until then the final name keeps its old contents,
+    even if ranks fail. The files equal those that :func:`fastckpt.save` writes for the same state in one process, to
+    the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
         state: as for :func:`fastckpt.save`. It may also hold DTensors, ShardedTensors and :class:`Part` objects, of
             which each rank writes its own elements. Tensors and values that several ranks have must be equal on them
             (see :class:`Ranks`), and these ranks share the work. Mappings may have keys that only some ranks have, as
-            the stages of a pipeline do. The state must not change meanwhile.
+            with pipeline stages. The state must not change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
             :class:`Ranks`, with a timeout and how copies of a tensor are compared.
-        per_rank: a state that is this rank's own: random states, the position of a data loader. It has no tensors
-            that are spread over ranks. :func:`load_per_rank` gives it back.
-        metadata: the first rank's is written; other ranks may pass none, or a different one, except for ``step``.
+        per_rank: a separate state of this rank: random states, the position of a data loader. It has no tensors that
+            are spread over ranks. :func:`load_per_rank` returns it.
+        metadata: the coordinator's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
-    ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
-    match something on one rank. A ``base`` may have been written by any number of ranks, with any sharding, or by one
-    process: each rank compares its own part, and no tensor data travels for that.
+    ``dtype`` and ``exclude`` must be the same on all ranks, too. The coordinator's ``files`` are written. A pattern
+    must match something on at least one rank. A ``base`` may have been written by any number of ranks, with any
+    sharding, or by one process: each rank compares its own part, without sending tensor data.
 
     Returns:
-        The report: ``bytes`` are those that this rank wrote, ``bytes_total`` those of all ranks; ``linked_bytes`` are
-        those of the checkpoint.
+        The report: ``bytes`` counts this rank's bytes, ``bytes_total`` those of all ranks; ``linked_bytes`` is for the
+        whole checkpoint.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -144,11 +144,11 @@ def save_async(
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
-    The part of this rank is copied to host memory (with ``IO(lazy=True)``, later), and everything else happens in a
-    thread: agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
-    relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
-    asynchronous save, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any order. The memory
-    is one copy of this rank's part for each save in flight; it is kept for the next save (see
+    The part of this rank is copied to host memory (later with ``IO(lazy=True)``); everything else happens in a thread:
+    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
+    relative to other saves and loads of the group. These wait for it on every rank; only the copy of another
+    asynchronous save need not, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any order.
+    Each save in flight needs memory for one copy of this rank's part; it is kept for the next save (see
     :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
     failed.
 
@@ -160,8 +160,7 @@ def save_async(
         metadata: as for :func:`save`.
         {options}
 
-    The contents of ``files`` are taken at the call. The copy is compared with the ``base`` and with other ranks, in the
-    background.
+    The call reads the contents of ``files``. The copy is compared with ``base`` and with other ranks in the background.
 
     Returns:
         A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
@@ -228,35 +227,34 @@ def load(
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    Any number of ranks may have written it, also one process, with any sharding. The storage is read once for all
-    ranks: each reads a share, and passes on the bytes that others need. On one host, cached files are read from the
-    page cache.
+    Any number of ranks, or one process, may have written it, with any sharding. The storage is read once for all ranks:
+    each reads a share, and sends the others the bytes that they need. On one host, cached files are read from the page
+    cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
             which each rank reads its own request.
-        into: as for :func:`fastckpt.load`, with DTensors, ShardedTensors and each :class:`Part` in it: each rank fills
-            its part of them, and gets the values of all ranks. It may contain objects, too: modules, and optimizers,
-            whose state is spread like their parameters; any other object gets its state with whole tensors. Ranks may
-            request different tensors, as the stages of a pipeline do. With None every rank gets the whole state, in
-            plain tensors.
+        into: as for :func:`fastckpt.load`, with DTensors, ShardedTensors and :class:`Part` objects: each rank fills its
+            part of them, and gets all other values. It may contain objects, too: modules, and optimizers, whose state
+            is spread like their parameters; any other object gets its state with whole tensors. Ranks may request
+            different tensors, as with pipeline stages. With None every rank gets the whole state, in plain tensors.
         ranks: the ranks that load together, as for :func:`save`.
         {options}
 
-    Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected if no rank has a place for
-    it. Where all ranks of the group are on one host and all have ``io="buffered"``, they read through its page cache,
-    and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
+    Ranks may choose different options. With ``strict``, a tensor of the checkpoint is unexpected if no rank has a place
+    for it. If all ranks of the group are on one host and all have ``io="buffered"``, they read through its page cache;
+    with ``auto``, they do so if the checkpoint is cached. Otherwise they exchange messages.
 
     Returns:
         The state.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
-            their hosts and what happened there. ``into`` may be filled in part.
+            their hosts and what happened there. ``into`` may be partly filled.
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
-        Exception: whatever :func:`fastckpt.load` raises, on this rank. If an object in ``into`` refuses its state
+        Exception: any error of :func:`fastckpt.load`, on this rank. If an object in ``into`` refuses its state
             (CheckpointError), the other ranks have already loaded theirs, and return.
         TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is already in a save or load of the group, which a signal handler has interrupted; or
@@ -278,12 +276,12 @@ def load(
 def load_per_rank(
     path: AnyPath, *, rank: int | None = None, ranks: Any = None, registry: Registry | None = None
 ) -> Any:
-    """Read the state that a rank saved for itself, with ``per_rank=`` of :func:`save`. Each process reads alone.
+    """Read the ``per_rank=`` state that a rank passed to :func:`save`. Each process reads by itself.
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: the rank; None for this process's own, which takes as many ranks as have saved.
-        ranks: the ranks that load, as for :func:`save`; without effect if ``rank`` is given.
+        rank: the rank; None for this process's rank, if the number of ranks is that of the save.
+        ranks: the ranks that load, as for :func:`save`; no effect if ``rank`` is given.
         registry: as for :func:`load`.
 
     Returns:
@@ -291,9 +289,8 @@ def load_per_rank(
 
     Raises:
         KeyError: nothing was saved with ``per_rank=``.
-        ValueError: another number of ranks has saved than there are ``ranks``, and ``rank`` is None; or ``rank`` is
-            out of range.
-        Exception: whatever :func:`fastckpt.load` raises.
+        ValueError: ``rank`` is None and the number of ranks has changed since the save; or ``rank`` is out of range.
+        Exception: any error of :func:`fastckpt.load`.
 
     Example:
         >>> import fastckpt.distributed

@@ -1,6 +1,6 @@
 """Exceptions of fastckpt beyond Python's own.
 
-Where Python has an exception for the case, that one is raised: ``FileNotFoundError``, ``FileExistsError``,
+If Python has an exception for the case, that is raised: ``FileNotFoundError``, ``FileExistsError``,
 ``PermissionError``, and ``OSError`` with its ``errno`` (``ENOSPC``, ``EIO``) and ``filename``.
 """
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """The root of all errors that are fastckpt's own."""
+    """The base class of fastckpt's own errors."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -31,24 +31,24 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class NotACheckpointError(CheckpointError):
-    """The path holds nothing that fastckpt wrote: a file, or a directory without a manifest (``fastckpt.json``).
+    """The path is no checkpoint of fastckpt: a file, or a directory without a manifest (``fastckpt.json``).
 
-    The message names the likely format, and ``fastckpt import`` if that can make a checkpoint of it.
+    The message names the likely format, and ``fastckpt import`` if that can convert it.
     """
 
 
 class ReplacedCheckpointError(CheckpointError, FileNotFoundError):
     """The checkpoint was replaced or removed while it was read: open it again.
 
-    ``load`` and ``verify`` do so by themselves, for half a minute.
+    ``load`` and ``verify`` retry for half a minute before they raise it.
     """
 
 
 class DeadlineError(CheckpointError, OSError):
-    """Storage has not answered for as long as ``IO(deadline=...)`` allows, so the save was given up.
+    """Storage has not answered within ``IO(deadline=...)``, so the save was abandoned.
 
-    ``filename`` is what it was asked about last; the message names the call. The threads that wait for the answer, and
-    their memory, stay until it comes. (No ``TimeoutError``: that is for waits that end while the save goes on.)
+    ``filename`` is the file of the last call; the message names the call. The threads that wait for an answer, and
+    their memory, stay until it comes. (A ``TimeoutError`` ends only a wait, and the save continues.)
     """
 
 
@@ -71,11 +71,11 @@ class StructureMismatchError(CheckpointError, ValueError):
 
 
 class RankFailure(NamedTuple):
-    """The failure of one rank, or that it has not answered.
+    """The failure of one rank, or its silence.
 
     Attributes:
         rank: its index in the process group.
-        host: the name of its host; empty where the rank has never been heard of.
+        host: the name of its host; empty if the rank never sent a message.
         message: the failure, such as ``failed: OSError: [Errno 28] No space left on device``.
     """
 
@@ -92,7 +92,7 @@ class RanksError(CheckpointError):
 
     Attributes:
         failures: the ranks that failed or have not answered, at most 16 of them, and why. Empty if no rank is known to
-            be the cause: the store of the process group has gone.
+            be the cause: the store of the process group is gone.
     """
 
     failures: tuple[RankFailure, ...] = ()

@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", keep=[keep.Last(3), keep.Best(2, "loss"), keep.Every(steps=10_000)])
 
-A checkpoint stays as long as one policy of the list wants it. The newest checkpoint and the pinned ones stay, whatever
-the policies decide. A policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
+A checkpoint stays as long as one policy of the list keeps it. The newest checkpoint and the pinned ones always stay. A
+policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Policy(Protocol):
         """The steps that must stay.
 
         Args:
-            saved: the checkpoints that can be loaded as far as a look shows, by rising step.
+            saved: the checkpoints that seem loadable, by rising step.
             now: seconds since 1970.
 
         Returns:
@@ -83,12 +83,12 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keeps the ``count`` best checkpoints by a metric. One without it, or with NaN or an infinity, is not among them.
+    """Keeps the ``count`` best checkpoints by a metric. Checkpoints without it, or with NaN or infinity, do not count.
 
     Args:
         count: how many.
         metric: the name of the metric, as in ``Manager.save(..., metrics={"loss": 1.5})``.
-        mode: ``min`` if less is better, or ``max``. Of equal ones, the later wins.
+        mode: ``min`` if less is better, or ``max``. Among equals, the later wins.
 
     Raises:
         ValueError: an argument is out of range.
@@ -112,7 +112,7 @@ class Best:
             raise ValueError(f"keep.Best: metric must be the name of a metric, not {self.metric!r}")
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Those that have the metric, the best first."""
+        """The checkpoints that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         having = [one for one in saved if math.isfinite(one.metrics.get(self.metric, math.nan))]
         return sorted(having, key=lambda one: (sign * one.metrics[self.metric], -one.step))
@@ -129,8 +129,8 @@ class Every:
     """Keeps one checkpoint of each interval of training.
 
     Args:
-        steps: keep each whose step is a multiple of this.
-        time: keep the first, and then each that began at least this long after the last one kept: seconds, or a string
+        steps: keep each checkpoint whose step is a multiple of this.
+        time: keep the first, and then each that began at least this long after the last kept one: seconds, or a string
             with a unit (``"30min"``, ``"6h"``). Give one of the two.
 
     Raises:
@@ -151,8 +151,8 @@ class Every:
         """The steps that must stay."""
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
-        # The oldest stays, so the same ones are found again at each call. If the clock was set back, or an older step
-        # was saved again, its length is unknown: a checkpoint in doubt stays.
+        # The oldest stays, so each call finds the same checkpoints. If the clock was set back, or an older step was
+        # saved again, the time since the last kept one is unknown: a checkpoint in doubt stays.
         found, last = set(), -math.inf
         for one in saved:
             if not 0 <= one.created - last < (self.time or 0.0):
@@ -177,8 +177,8 @@ class Younger:
     """Keeps the two newest checkpoints, and those whose save began less than ``age`` before the newest one's.
 
     Args:
-        age: seconds, or ``"2h"``. Times are by the clocks of the hosts that saved, so a stopped run does not age. Where
-            the newest one's host has a clock that is ahead, all others seem older by that; the one before it stays.
+        age: seconds, or ``"2h"``. Times are by the clocks of the hosts that saved, so a stopped run does not age. If
+            the clock of the newest one's host is ahead, all others seem older by that; the one before it stays.
 
     Raises:
         ValueError: an argument is out of range.
@@ -252,7 +252,7 @@ class Steps:
 
 
 def parse(text: str) -> Policy:
-    """The policy that ``str(policy)`` names, as the command line takes it.
+    """The policy that ``str(policy)`` names, in the notation of the command line.
 
     >>> from fastckpt.keep import parse
     >>> parse("best=2:loss:min")
@@ -316,7 +316,7 @@ def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:
 
 
 def steps_or_time(what: str, steps: int | None, time: float | str | None) -> tuple[int | None, float | None]:
-    """One of two ways to give the distance."""
+    """Check that exactly one of ``steps`` and ``time`` is given."""
     if (steps is None) == (time is None):
         raise ValueError(f"{what}: give either steps= or time=")
     if time is not None:

@@ -1,4 +1,4 @@
-"""What a job needs from its storage, and what a directory provides: planning, diagnosis, the target of the monitor."""
+"""The storage that a job needs, and what a directory provides: planning, diagnosis, the target of the monitor."""
 
 from __future__ import annotations
 

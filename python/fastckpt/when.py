@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", save_when=[when.Every(steps=1000), when.Every(time="10min"), when.First()])
 
-A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
-it, too, and so do news of ``Manager.save_on``. A policy is any object with ``due(moment)``: :class:`Policy`.
+A step is saved if one policy of the list wants it. A pending signal of ``Manager.save_on_signal`` wants it, too, and so
+do news of ``Manager.save_on``. A policy is any object with ``due(moment)``: :class:`Policy`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Auto", "Continuously", "Every", "First", "Moment", "Policy", "Steps"
 
 logger = logging.getLogger("fastckpt")
 
-#: The relative change of the interval from which on the log shows it again.
+#: The relative change of the interval that the log reports.
 _CHANGED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The facts that a policy can use when it is asked.
+    """The facts that a policy can use for its decision.
 
     Attributes:
         step: the training step.
@@ -36,9 +36,9 @@ class Moment:
         first: the first step that this manager was asked about.
         since: seconds since the last save began, or since the manager was made.
         in_flight: whether a save is still being written.
-        step_seconds: how long a step takes, or None before that is known.
-        cost: seconds of training that a save costs, or None before the first is durable.
-        durable_seconds: seconds from the start of a save until it is durable, or None before the first is.
+        step_seconds: the duration of a step, or None before it is known.
+        cost: seconds of training that a save costs, or None before the first save is durable.
+        durable_seconds: seconds from the start of a save until it is durable, or None before the first one is.
     """
 
     step: int
@@ -56,10 +56,10 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether to save the step. It may be asked twice about one step.
+        """Whether to save the step. It may be called twice for one step.
 
         Args:
-            moment: the facts about it.
+            moment: the facts about the step.
 
         Returns:
             Whether it is due.
@@ -70,7 +70,7 @@ class Every:
     """Saves at regular distances.
 
     Args:
-        steps: at each multiple of this, or at the first step beyond it if the loop counts in larger strides.
+        steps: at each multiple of this, or at the first step beyond it if the loop skips steps.
         time: this long after the last save began: seconds, or a string with a unit (``"10min"``). Give one of the two.
 
     Raises:
@@ -131,7 +131,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """Saves the first step that the manager is asked about: it shows at once whether saving works."""
+    """Saves the first step that the manager is asked about, which shows at once whether saving works."""
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
@@ -168,19 +168,19 @@ class Continuously:
 
 
 class Auto:
-    """Saves at the interval that loses the least time, as measured; ``Manager(save_when="auto")`` makes it.
+    """Saves at the measured interval that loses the least time; the policy of ``Manager(save_when="auto")``.
 
-    The interval is the optimum that ``fastckpt.tools.plan`` computes, of the measured cost of a save and the mean time
-    to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than
-    ``overhead`` of the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint
-    that is durable some seconds after training continues delays all of them alike, and so does not move the optimum.
+    The interval is the optimum that ``fastckpt.tools.plan`` computes from the measured cost of a save and the mean time
+    to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead``
+    of the time, nor shorter than the time until a save is durable. It is rounded to whole steps. If checkpoints become
+    durable only some seconds after training continues, the optimum stays the same.
 
     The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
-    what was chosen and why, and again when it changes by more than a tenth.
+    the interval and the reason, and again when it changes by more than a tenth.
 
     Args:
         mttf: mean time to failure of the whole job: seconds, or a string with a unit (``"90min"``, ``"6h"``). None for
-            50,000 h per process of the job, as MLCommons assumes of an accelerator.
+            50,000 h per process of the job, as MLCommons assumes for an accelerator.
         overhead: the share of the time that saves may cost, between 0 and 1.
 
     Raises:
@@ -193,7 +193,7 @@ class Auto:
     """
 
     def __init__(self, mttf: float | str | None = None, overhead: float | str = 0.05) -> None:
-        #: Whether the mean time to failure is assumed, for each process.
+        #: Whether the mean time to failure is assumed per process.
         self.assumes = mttf is None
         self.mttf = MTTF_GPU if mttf is None else seconds("when.Auto: mttf", mttf, LEAST_MTTF)
         self.overhead = fraction("when.Auto: overhead", overhead)
@@ -208,7 +208,7 @@ class Auto:
         least, best = self._limits(moment.cost, moment.durable_seconds)
         interval = max(least, best)
         self._tell(interval, least, best, moment)
-        # Whichever of this step and the next is closer to it; but the limit is a hard one.
+        # This step or the next, whichever is closer to the interval; but the limit is hard.
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:
@@ -224,7 +224,7 @@ class Auto:
         return max(self._limits(cost, durable_seconds))
 
     def _limits(self, cost: float, durable_seconds: float) -> tuple[float, float]:
-        # A copy that takes no time measures as 0.
+        # A copy that takes no time has the measured cost 0.
         cost = max(cost, 1e-6)
         return max(cost / self.overhead, durable_seconds), best_interval(cost, self.mttf)
 
@@ -250,7 +250,7 @@ class Auto:
 
 
 def of_job(policy: Policy, ranks: int) -> Policy:
-    """A policy in a job of several processes: ``Auto`` without ``mttf`` assumes one for each."""
+    """A policy for a job of several processes: ``Auto`` without ``mttf`` assumes an accelerator per process."""
     if not isinstance(policy, Auto) or not policy.assumes:
         return policy
     own = copy.copy(policy)

@@ -540,7 +540,7 @@ def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
         fastckpt.load(tmp_path / "c", rename={"a": "x", "b": "y"})
 
 
-@pytest.mark.parametrize(("done", "words"), [(0, "nothing moves"), (500, "s left")])
+@pytest.mark.parametrize(("done", "words"), [(0, "no progress"), (500, "s left")])
 def test_progress_line_says_what_is_left(caplog, monkeypatch, done, words):
     caplog.set_level(logging.INFO, "fastckpt")
     now = [100.0]

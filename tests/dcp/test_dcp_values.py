@@ -100,7 +100,7 @@ def test_different_tensors_and_arrays_in_values_are_refused(lasting, tmp_path, k
     for text in refusals(lasting, tmp_path / "c", kind, [1, 2], how):
         assert f"dcp.save: {tmp_path / 'c'}: tensors or arrays in values differ between ranks" in text
         assert "'layers.0.weight' (rank 1's differs from rank 0's)" in text
-        assert "give values of different ranks keys of their own" in text
+        assert "give values of different ranks separate keys" in text
         assert "per_rank=" not in text
 
 

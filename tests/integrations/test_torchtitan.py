@@ -83,7 +83,7 @@ def are_named(path):
 def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_path, adapter):
     """Some of torchtitan's drop LoRA's tensors, and the biases of experts; some do not know each way to shard."""
     told = {
-        "drops": "adapter fails: ValueError: it drops 1 of them, among them gain",
+        "drops": "adapter fails: ValueError: it drops 1 of the names, such as gain",
         "fails": "adapter fails: RuntimeError",
     }[adapter]
     play(lasting, tmp_path, 4, adapter=adapter, told=[told])
@@ -132,7 +132,7 @@ def test_killed(forge, straight, tmp_path):
 def test_one_process_goes_on(forge, lasting, tmp_path):
     """torchtitan's loader of rows does not."""
     play(lasting, tmp_path, 4)
-    config = {"exclude_from_loading": ["dataloader"], "told": ["2 ranks saved states of their own"]}
+    config = {"exclude_from_loading": ["dataloader"], "told": ["2 ranks saved states with per_rank="]}
     (alone,) = play(forge.group, tmp_path, 4, ranks=1, **config)
     assert alone[:2] == (4, 0)
     state = fastckpt.load(tmp_path / "run" / "step-4")

@@ -118,7 +118,7 @@ def test_what_is_damaged_or_no_model_is_refused(loader, tmp_path):
     with pytest.raises(ValueError, match=r"none holds no tensors of a model"):
         loader.load_weights(model_of(2), config_of(tmp_path / "none"))
     one.secondary_weights = ["another"]
-    with pytest.raises(ValueError, match="Model takes weights of several models"):
+    with pytest.raises(ValueError, match="secondary weights of Model are unsupported"):
         loader.load_weights(one, config_of(tmp_path / "damaged"))
 
 

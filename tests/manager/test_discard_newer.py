@@ -157,7 +157,7 @@ def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path,
         manager = fastckpt.Manager(tmp_path / "two", remote=far)
         assert manager.restore(step=2, discard_newer=True).step == 2
     assert at_remote(manager) == [1, 2]
-    assert [one for one in caplog.messages if "which branch goes on is not noted here: [Errno 2]" in one]
+    assert [one for one in caplog.messages if "cannot record which branch continues: [Errno 2]" in one]
 
 
 def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch):

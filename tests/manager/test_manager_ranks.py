@@ -301,7 +301,7 @@ def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(for
     with forge.group(3) as group:
         found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
     if where == "outside":
-        steps, own, why = [1] * late, "KeyError: ", "its block has ended with KeyError: 'no such state'"
+        steps, own, why = [1] * late, "KeyError: ", "its `with` statement ended with KeyError: 'no such state'"
     elif where == "goes on":
         last = 2 if late else 1
         for rank, (told, left) in enumerate(found):
@@ -568,7 +568,7 @@ def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
             group.kill(1)
         for each in group.outcomes(2 * TIMEOUT, ranks=[0, 2]):
             assert each.raised.kind == "RanksError"
-            why = "its block has ended with ValueError: out of memory" if raises else "has not answered"
+            why = "its `with` statement ended with ValueError: out of memory" if raises else "has not answered"
             assert f"rank 1 on {socket.gethostname()}" in each.raised.text
             assert why in each.raised.text
 

@@ -536,9 +536,9 @@ def test_a_rank_that_ends_is_named_at_the_next_boundary(crowd):
 
     def train(rank):
         if rank == 4:
-            crowd.ranks[4].end("its block has ended with KeyError: 'x'")
+            crowd.ranks[4].end("its `with` statement ended with KeyError: 'x'")
             return None
-        with pytest.raises(RanksError, match=r"rank 4 on host-4 .*: its block has ended with KeyError: 'x'") as caught:
+        with pytest.raises(RanksError, match=r"rank 4 on host-4 .*: its `with` .* ended with KeyError: 'x'") as caught:
             crowd.until_asked(rank)
         return [failure.rank for failure in caught.value.failures]
 

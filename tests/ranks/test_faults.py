@@ -414,9 +414,7 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
         for each in others:
             assert each.raised.kind == "RanksError"
             assert f"failed: {type(why).__name__}" in each.raised.text
-            assert each.raised.text.endswith(
-                "it was committed all the same: the complete new checkpoint is at the path"
-            )
+            assert each.raised.text.endswith("it was committed anyway: the complete new checkpoint is at the path")
         assert which(path) == 1
         # The same before the rename: then the old one stands.
         strike = groups.Strike(0, points.COMMIT, why)

@@ -134,7 +134,7 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
         text = _refused(group, _expert_groups, tmp_path / "c", how, False)
         assert "experts.w1" in text
         assert "per_rank=" in text
-        assert "names of their own" in text
+        assert "separate names" in text
         assert "ranks 0, 1" in text
         assert "ranks 2, 3" in text
         # Whatever else is compared.
@@ -169,7 +169,7 @@ def test_stages_that_number_their_layers_from_0_are_refused(forge, tmp_path, how
     assert "layers.0.weight" in text
     assert "ranks 0, 1" in text
     assert "ranks 2, 3" in text
-    assert "names of their own" in text
+    assert "separate names" in text
 
 
 @pytest.mark.parametrize("how", ["save", "async", "dcp"])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _R = TypeVar("_R", bound=Report)
 
-#: The order in which phases pass. Rounds of ranks count as planning, and the wait for the last of them as commit.
+#: The order of the phases. Communication counts as planning, and the wait for the slowest rank as commit.
 _PHASES = ("wait", "stage", "plan", "compare", "read", "exchange", "write", "fsync", "commit")
 
 
@@ -25,14 +25,14 @@ def build_report(
     beside: Mapping[str, float] | None = None,
     **more: Any,
 ) -> _R:
-    """The report of an operation that ends now.
+    """The report of an operation that ends at this call.
 
     Args:
         kind: its class.
         path: the checkpoint's directory, absolute.
         began: when the program called (``time.perf_counter``).
         core: the core's report.
-        beside: seconds by phase, of steps outside the core. The rest of that counts as planning.
+        beside: seconds by phase, of steps outside the core. All other time outside it counts as planning.
         more: further fields of the class.
     """
     beside = beside or {}
@@ -44,5 +44,5 @@ def build_report(
 
 
 def with_warnings(core: Mapping[str, Any], *texts: Iterable[str]) -> dict[str, Any]:
-    """A report of the core with further warnings."""
+    """A copy of the core's report with further warnings added."""
     return {**core, "warnings": (*core.get("warnings", ()), *(text for several in texts for text in several))}

@@ -43,7 +43,7 @@ class Origin:
         format_version: version of the format.
         writer: name and version of the program.
         created: seconds since 1970 when the save began.
-        seconds: seconds that it took until all data was durable.
+        seconds: seconds until all data was durable.
         gigabytes_per_second: its throughput, GB being 10^9 bytes.
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why the requested engine was not used, or None.
@@ -78,7 +78,7 @@ class Composed:
 
 
 class _View:
-    """Shows each tensor as its facts."""
+    """Shows the facts about each tensor."""
 
     plain = False
 
@@ -105,8 +105,8 @@ class _View:
 class TensorHandle:
     """A tensor of an open checkpoint: ``handle[index]`` reads a part of it; made by :meth:`Checkpoint.tensor`.
 
-    Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes, unless
-    the checkpoint was opened with ``IO(verify=False)``.
+    Each block of 4 MiB that the index touches is read, within the tensor, and compared with its checksum, unless the
+    checkpoint was opened with ``IO(verify=False)``.
 
     Attributes:
         info: the facts about it.
@@ -133,12 +133,12 @@ class TensorHandle:
             index: a basic index: an int, a slice of any step, an Ellipsis, or a tuple of them.
 
         Returns:
-            The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of
+            The part, contiguous, in new memory: a tensor or an array, as saved, on the ``device`` of
             :func:`fastckpt.open`; a part of bytes is an array.
 
         Raises:
             IndexError: the index does not fit the shape.
-            TypeError: the index is none of these.
+            TypeError: the index is of another type.
             ValueError: the step of a slice is 0, or the checkpoint is closed.
             CorruptCheckpointError: bytes differ from those that were written.
             RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
@@ -161,11 +161,11 @@ class TensorHandle:
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint opened for reading single tensors, by name; made by :func:`fastckpt.open`.
 
-    It is a context manager, and a read-only mapping of the names of all tensors, in the order of the state: each look
-    at a value reads it. Every read is verified against the checksums as far as it covers whole blocks. For an expanded
-    tensor, this describes and reads its base, with one element along the dimensions that repeat; only ``load`` gives
-    the whole. A tied tensor is listed once, under its first name, and found under the name of each of its places. After
-    ``close``, methods that need no shard still work; reads raise ValueError.
+    It is a context manager, and a read-only mapping of the names of all tensors, in the order of the state: each access
+    to a value reads it. A read is verified against the checksums of the blocks that it covers completely. For an
+    expanded tensor, this describes and reads its base, with one element along the dimensions that repeat; only ``load``
+    returns the whole. A tied tensor is listed once, under its first name, and can be read under the name of each of its
+    places. After ``close``, methods that need no shard still work; reads raise ValueError.
 
     Attributes:
         report: the report of the last read, or None before the first.
@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, Any]):
             self._placement = place(stock, device, None, "auto", strict=True)
         self._infos = [info_of(stored, self._token(index), files) for index, stored in enumerate(self._stored)]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
-        # Usually nothing is tied, and there is nothing to search.
+        # Usually nothing is tied, and no search is needed.
         if len(check.found) > len(self._first):
             for _, index, name in aliases(self._tokens, [*self]):
                 self._index.setdefault(name, index)
@@ -254,9 +254,9 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def ranks(self) -> int:
-        """How many ranks saved a state of their own with it; 0 if none did.
+        """How many ranks saved a ``per_rank`` state with it; 0 if none did.
 
-        :func:`fastckpt.distributed.load_per_rank` gives them.
+        :func:`fastckpt.distributed.load_per_rank` returns them.
         """
         return self._ranks
 
@@ -264,8 +264,8 @@ class Checkpoint(Mapping[str, Any]):
     def metadata(self) -> Any:
         """The value passed to ``save(metadata=...)``, built on each access.
 
-        Values of types that this program does not know are returned in their stored form, with a warning; so are
-        configurations of omegaconf, without one.
+        Values of types that this program does not know are returned in their stored form, with a warning.
+        Configurations of omegaconf are, too, without a warning.
         """
         return metadata_of(self._about)
 
@@ -356,7 +356,7 @@ class Checkpoint(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._infos)
 
-    # Not by the values of all tensors.
+    # Without reading the values of all tensors.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -394,16 +394,16 @@ def metadata_of(text: Any) -> Any:
 def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Checkpoint:
     """Open a checkpoint without reading its tensors.
 
-    Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
-    can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
-    until then.) Shards of a larger one are opened when they are read from; reading one that has been removed raises
+    If it has at most 64 shards, all are opened and stay open until it is closed. On a local file system everything can
+    then be read even after another save has replaced the checkpoint, or it was removed. (Its disk space is freed on
+    close.) The shards of a larger checkpoint are opened when they are read; reading a removed shard raises
     ReplacedCheckpointError, and so may any read of a checkpoint that another machine has replaced on NFS or FUSE. A
-    forked child has no open shards: it opens them when it reads from them. For a URL nothing stays open, and a child
-    that was forked after the first read cannot read more (docs/stores.md).
+    forked child inherits no open shards: it opens them when it reads. For a URL nothing stays open, and a child that
+    was forked after the first read cannot read (docs/stores.md).
 
     Args:
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md).
-        device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
+        device: where torch tensors go when they are read, in whole or in part; see :func:`fastckpt.load`.
         io: how tensors are read, as for :func:`fastckpt.load`: an engine, or an :class:`IO` with threads, or without
             verification.
 

@@ -44,22 +44,22 @@ _MOST_THREADS = 16
 
 
 class Whole(NamedTuple):
-    """The tensor that this rank holds a part of: the number of its spread, and its bytes, in the dtype of the part."""
+    """The tensor of which this rank holds a part: the number of its spread, and its bytes, in the part's dtype."""
 
     spread: int
     nbytes: int
 
 
 class Targets:
-    """The requests of a read: what to read, where to, and how to finish it.
+    """The requests of a read: what to read, where to put it, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: those to copy.
+        requests: for the core; the address is 0 where a mover accepts the bytes. With ``mappings``: the copies to make.
         movers: by request number.
-        mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
+        mappings: where shards are mapped, if they are: then new tensors on the host are pages of the mappings, and
             :meth:`copy_mapped` fills the others.
         sinks: the sinks that :meth:`begin` made.
-        fresh: bytes of new tensors and arrays in host memory that are filled, and those of the large ones among them.
+        fresh: bytes of new tensors and arrays in host memory, and how many of these are in large ones.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Targets:
         self._made: dict[tuple[Any, ...], Any] = {}
         self._values: list[Any] = []
         self._exports: list[np.ndarray[Any, Any]] = []
-        # Values that can be built only from the bytes, and where they belong.
+        # Values that can be built only from the bytes, and their places.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
     def push(self, number: int, mover: _memory.Mover, nbytes: int) -> None:
-        """A mover takes the ``nbytes`` of request ``number``."""
+        """Pass the ``nbytes`` of request ``number`` to a mover."""
         self.movers[number] = mover
         self._pushed += nbytes
 
     def begin(self, operation: str) -> None:
-        """All is requested, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
+        """After the last request, allow :meth:`drain`; called by the thread whose streams the devices wait for.
 
         Raises:
             RuntimeError: one of these streams is being captured into a graph.
@@ -98,7 +98,7 @@ class Targets:
 
     @contextmanager
     def lent(self) -> Iterator[Lent]:
-        """Inside, there is staging memory for tensors on devices."""
+        """A context with staging memory for tensors on devices."""
         assert self.sinks is not None  # noqa: S101 - it has begun
         with lent(self.sinks.devices, self._pushed) as staging:
             yield staging
@@ -109,11 +109,11 @@ class Targets:
         self.sinks.drain(ranges)
 
     def copy_mapped(self, report: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
-        """Fill tensors that are not mapped from the mappings, which were checked.
+        """Fill the tensors that are not mapped with copies from the verified mappings.
 
         Args:
             report: the report of the check.
-            threads: how many copy at most; None for as many as there are cores, within limits.
+            threads: the most threads that copy; None for one per core, within limits.
 
         Returns:
             The report of both.
@@ -168,13 +168,13 @@ class Targets:
     ) -> None:
         """Request all of a tensor, or a rank's part of it, to be put into the tensor or array ``memory``.
 
-        Every request goes through here, or through one of the two below, whatever its memory is.
+        Every request goes through this method or one of the two below.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: takes the bytes otherwise.
+            mover: accepts the bytes otherwise.
             whole: the tensor of which ``memory`` is this rank's part.
 
         Raises:
@@ -184,7 +184,7 @@ class Targets:
         self._request(index, address, memory.nbytes, whole, mover=mover)
 
     def ask_box(self, index: int, memory: Any, box: Sequence[tuple[int, int, int]]) -> None:
-        """Ask for a box of a tensor, to be put into the contiguous tensor ``memory`` on a device."""
+        """Request a box of a tensor, to be put into the contiguous tensor ``memory`` on a device."""
         if memory.nbytes:
             self.push(len(self.requests), torch_for("a torch tensor").mover_in(memory), memory.nbytes)
             self.requests.append(_core.ReadRequest(index, 0, memory.nbytes, box))
@@ -199,7 +199,7 @@ class Targets:
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Note one request, unless it is for no bytes."""
+        """Record one request, unless it is for no bytes."""
         assert whole is None  # noqa: S101 - one process alone reads no parts
         if not room:
             return
@@ -224,13 +224,13 @@ class Targets:
         *,
         torch: bool = True,
     ) -> None:
-        """The same for a tensor or array of the dtype that :attr:`dtypes` has for it, filled with converted elements.
+        """As :meth:`ask`, with elements cast to the dtype that :attr:`dtypes` has for the tensor.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: takes its elements otherwise.
+            mover: accepts its elements otherwise.
             whole: the tensor of which ``memory`` is this rank's part.
             torch: whether torch converts them, else numpy.
         """
@@ -268,7 +268,7 @@ class Targets:
         return found
 
     def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any], whole: Whole | None = None) -> None:
-        """The same for host memory with gaps or in another order, whose elements do not overlap.
+        """As :meth:`ask`, for host memory with gaps or in another order, whose elements do not overlap.
 
         Args:
             index: the tensor's number.
@@ -285,7 +285,7 @@ class Targets:
         self._values.append(value)
 
     def make(self, tokens: Sequence[list[Any]]) -> None:
-        """New memory for each of these tokens, in order; equal ones share it."""
+        """New memory for each of these tokens, in order; equal tokens share it."""
         with paused():
             self._make(tokens)
 
@@ -293,7 +293,7 @@ class Targets:
         made = self._made
         values = self._values
         for token in tokens:
-            # Without the device: tied tensors are one tensor, wherever it was.
+            # Without the device: tied tensors are one tensor, on whatever device it was.
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
@@ -303,12 +303,12 @@ class Targets:
             values.append(value)
 
     def _count(self, index: int, nbytes: int) -> None:
-        """Memory was allocated for a tensor, in a load without mappings; memory for a device is only temporary."""
+        """Count memory allocated for a tensor in a load without mappings; memory for a device is only temporary."""
         if self.mappings is None and index not in self.devices:
             self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
 
     def values(self) -> list[Any]:
-        """The value of each token, once all has been read."""
+        """The value of each token, after everything has been read."""
         self._exports.clear()
         finished: dict[tuple[Any, ...], Any] = {}
         for position, key, finish in self._later:
@@ -330,7 +330,7 @@ class Targets:
                 plain = self._made[tag, index] = self._tensor(index)
             try:
                 return torch_for("a torch tensor").with_flags(plain, flags)
-            except RuntimeError as error:  # an integer that is to require a gradient
+            except RuntimeError as error:  # an integer that should require a gradient
                 raise self._malformed(index, str(error)) from error
         if tag == "array" and self.framework == "torch":
             return self._array_as_tensor(index)
@@ -353,7 +353,7 @@ class Targets:
     def _tensor(self, index: int) -> Any:
         stored = self.stored[index]
         logical = stored.logical
-        # The same few dtypes come again and again, and looking one up is not free.
+        # The same few dtypes recur, and a lookup is not free.
         kind = (stored.dtype, None if logical is None else logical.dtype)
         known = self._dtypes.get(kind)
         if known is None:
@@ -404,7 +404,7 @@ class Targets:
         return array
 
     def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
-        """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
+        """The bytes of a tensor in the mapping of its shard; a copy if its elements would not be aligned there."""
         stored = self.stored[index]
         memory = _memory.at(self._address(index), stored.nbytes, self.mappings)
         return memory.copy() if stored.offset % alignment else memory
@@ -454,7 +454,7 @@ class Targets:
         if tag == "bytearray":
             value = bytearray(nbytes)
             if nbytes:
-                # The array is an export, which pins the memory while it is written to.
+                # The array exports the memory, and so keeps it alive during the write.
                 exported = np.frombuffer(value, np.uint8)
                 self._exports.append(exported)
                 self.ask(index, exported, _memory.address_of(exported))
@@ -468,13 +468,13 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of a tensor that would be this large without its zero.
+        # Neither library can count the elements of a tensor that is too large but for a dimension of size 0.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape
 
     def _fits(self, index: int, nbytes: int) -> None:
-        """Refuse a tensor that is stored in another number of bytes than it has.
+        """Refuse a tensor whose stored number of bytes is not that of its dtype and shape.
 
         The description of a new tensor, on the host, on a device or over a mapping, and of a part of one, follows from
         its dtype and shape; an existing tensor is described itself.
@@ -510,7 +510,7 @@ def read_targets(
     io: IO = DEFAULT_IO,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Read the requests of targets, or instead ``requests``, in one process; returns the report.
+    """Read the requests of targets, or ``requests`` instead of them, in one process; returns the report.
 
     See ``_core.Reader.read``.
     """
@@ -529,7 +529,7 @@ def read_targets(
 
 
 class _Pending:
-    """A value that can be made only of its bytes."""
+    """A value that can be made only from its bytes."""
 
     __slots__ = ("finish",)
 

@@ -11,8 +11,8 @@ from typing import Any
 class Event:
     """Like ``threading.Event``, never cleared, and safe inside signal handlers.
 
-    A handler runs on top of whatever its thread was doing, also on top of a wait for the same event. So no waiter holds
-    a lock that another could want: each has a lock of its own, and the list of them changes in atomic steps.
+    A handler may interrupt anything in its thread, even a wait for the same event. So no waiter holds a lock that
+    another could need: each has its own lock, and the list of locks changes in atomic steps.
     """
 
     __slots__ = ("_set", "_waiters")
@@ -22,7 +22,7 @@ class Event:
         self._waiters: list[Any] = []
 
     def set(self) -> None:
-        """Release all waiters, now and for ever."""
+        """Release all waiters, present and future."""
         self._set = True
         while True:
             try:
@@ -36,7 +36,7 @@ class Event:
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; whether it is."""
+        """Wait until it is set, or the time is up; returns whether it is set."""
         if self._set:
             return True
         waiter = allocate_lock()
@@ -51,7 +51,7 @@ class Event:
                     left = -1.0 if deadline is None else deadline - time.monotonic()
                     if deadline is not None and left <= 0:
                         break
-                    # A lock cannot wait for centuries.
+                    # A lock limits the length of its timeout.
                     waiter.acquire(timeout=-1 if deadline is None else min(left, 1e6))
             finally:
                 with contextlib.suppress(ValueError):

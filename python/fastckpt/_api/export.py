@@ -27,7 +27,7 @@ _thread = _Thread()
 
 
 def well(report: Report) -> Ended | None:
-    """An operation that has ended now, well or with damage found; None without OpenTelemetry."""
+    """The record of an operation that ends now, with success or damage found; None without OpenTelemetry."""
     if not _wanted():
         return None
     # Only an operation that copies first has this phase.
@@ -38,24 +38,24 @@ def well(report: Report) -> Ended | None:
 def badly(
     operation: str, path: str, seconds: float, error: BaseException, *, asynchronous: bool = False
 ) -> Ended | None:
-    """An operation that has failed now, or was cancelled; None without OpenTelemetry."""
+    """The record of an operation that fails now or is cancelled; None without OpenTelemetry."""
     return Ended(operation, path, seconds, time.time_ns(), asynchronous, error=error) if _wanted() else None
 
 
 def _wanted() -> bool:
-    """Whether the program itself has imported OpenTelemetry: otherwise nothing is exported, and nothing is imported.
+    """Whether the program itself has imported OpenTelemetry: otherwise nothing is exported or imported.
 
-    Its SDK imports the parts of the API that it implements.
+    The SDK imports the parts of the API that it implements.
     """
     imported = sys.modules.get("opentelemetry.trace") or sys.modules.get("opentelemetry.metrics")
     return imported is not None and os.environ.get("FASTCKPT_OTEL") != "0"
 
 
 def put(ended: Ended | None) -> None:
-    """Export it, if it is one, in this thread, in whose context the spans find their parent.
+    """Export it, if it is not None, in this thread, in whose context the spans find their parent.
 
-    All further work of the operation comes before this: the program's exporters may block. A signal handler may save
-    while this thread exports: they hold locks then. So the handler's operations wait until they have returned.
+    The operation does all other work before this: the program's exporters may block. A signal handler may save while an
+    exporter in this thread holds locks. So the handler's operations are exported after the exporter has returned.
     """
     if ended is None:
         return
@@ -71,7 +71,7 @@ def put(ended: Ended | None) -> None:
 
 
 def _export(ended: Ended) -> None:
-    """The operation has ended: no error here may make it fail."""
+    """No error here may fail the operation, which has ended."""
     try:
         from . import open_telemetry  # noqa: PLC0415 - the program has imported the package
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: ``files=``, how a state is divided into them and which others stand beside them."""
+"""The files of a checkpoint: ``files=``, how a state is divided into them, and further files beside the shards."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from .settings import record_of
 class Files:
     """The files of a checkpoint: the ``files=`` of every save.
 
-    A dict of further files is short for a record: ``files={"config.json": text}`` is ``files=Files({...})``. Of several
-    ranks, the first rank's ``beside`` is written; give the rest equally on all of them.
+    A dict of further files is short for a ``Files``: ``files={"config.json": text}`` is ``files=Files({...})``. In a
+    job, the coordinator's ``beside`` is written; the other arguments must be equal on all ranks.
 
     Args:
         beside: further files for the directory, by name: a str is the text of the file (UTF-8), bytes are its content,
             and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
-            with the checkpoint. Later saves to its path carry them over, unless they give one of the same name. They
-            are read into memory at each save's call; of a :class:`fastckpt.dcp.Writer`, when it is made.
+            with the checkpoint. Later saves to its path carry them over, unless they give a file of the same name. Each
+            save reads them into memory when it is called; a :class:`fastckpt.dcp.Writer` does so when it is made.
         shard_size: approximate bytes per file: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
             the names that they have inside it, everything else to files in ``training/``, so that Hugging Face's
             readers open the directory directly (under ``adapter_model`` to ``adapter_model*.safetensors``, for PEFT's
-            readers). ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and
-            ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key makes names that
-            start like its own (``model.ema`` beside ``model``); without one, or with None, the whole state is written
-            as the model.
-        frozen: a pattern, or several (as ``keys`` of :func:`fastckpt.load`), of tensors that will not change in later
-            saves: they get files of their own in the first save. Without it, the second save finds them
+            readers). ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and ``model_state_dict`` whose
+            value is a mapping with tensors, unless another outer key gives names with its prefix (``model.ema`` beside
+            ``model``). If none does, or with None, the whole state is the model.
+        frozen: one or more patterns (like ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later
+            saves: the first save writes them to separate files. Without it, the second save finds them
             (docs/unchanged.md).
 
     Raises:
@@ -62,12 +61,12 @@ class Files:
             check_names("Files", self.beside)
             object.__setattr__(self, "beside", dict(self.beside))  # the caller's may change later
         bytes_of("Files: shard_size", self.shard_size)
-        # An iterator gives its patterns once, and the record serves any number of saves.
+        # An iterator yields its patterns once, but the record serves any number of saves.
         object.__setattr__(self, "frozen", texts_of("frozen")("Files", self.frozen))
 
 
 class Taken(NamedTuple):
-    """The files of one save: as :class:`Files`, with what stands beside them as bytes, by name."""
+    """The files of one save: like :class:`Files`, with the contents of the further files as bytes, by name."""
 
     beside: list[tuple[str, bytes]]
     shard_size: int
@@ -76,7 +75,7 @@ class Taken(NamedTuple):
 
 
 def check_files(operation: str, files: Any) -> Files:
-    """``files=``: a record, or a dict of the files beside."""
+    """``files=``: a record, or a dict of further files."""
     if files is None or isinstance(files, Files):
         return files or Files()
     if not isinstance(files, Mapping):
@@ -86,7 +85,7 @@ def check_files(operation: str, files: Any) -> Files:
 
 
 def take_files(operation: str, files: Any) -> Taken:
-    """``files=`` of a save that begins: what stands beside is read.
+    """``files=`` of a save that begins: further files are read.
 
     Raises:
         OSError: a file to copy cannot be read.

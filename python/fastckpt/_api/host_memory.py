@@ -1,4 +1,4 @@
-"""Host memory of our own, kept from operation to operation: for snapshots, and for staging between files and devices.
+"""Host memory that is kept from operation to operation: for snapshots, and for staging between files and devices.
 
 Fresh memory is slower than a disk, and pinning it is slower still.
 """
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.pinned import Registration
 
-#: Bytes of staging memory that an operation has, at most and at least.
+#: The most and the fewest bytes of staging memory of an operation.
 STAGING, LEAST_STAGING = 256 << 20, 32 << 20
-#: Bytes of it that are pinned at a time: the first copy waits for the first of them.
+#: Bytes of it that are pinned at a time: the first copy waits for the first piece.
 _STAGING_PIECE = 32 << 20
 
 #: Free memory. The lists change in atomic steps only, so that signal handlers may save, too.
@@ -35,7 +35,7 @@ class Memory:
         core: the object for the core.
         nbytes: its size.
         generation: how often the caller had asked to free memory when this was made.
-        registration: the registration of its pinned part; None before :meth:`pin`, and for devices without pinning.
+        registration: the registration of its pinned part; None before :meth:`pin`, and for devices that do not pin.
     """
 
     __slots__ = ("_home", "_limit", "core", "generation", "nbytes", "registration")
@@ -49,13 +49,13 @@ class Memory:
         self._home = home
 
     def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
-        """Begin to pin it for copies from and to devices, in the background; copies wait for the parts that they need.
+        """Begin to pin it in the background, for copies from and to devices; copies wait for the parts that they need.
 
-        Memory that an earlier operation has pinned stays pinned. No copy may be under way.
+        Memory that an earlier operation pinned stays pinned. No copy may be in progress.
 
         Args:
             devices: ``torch.device`` objects.
-            limit: bytes that this process pins at most, in all; None for no limit, 0 to pin nothing.
+            limit: the most bytes that this process pins in total; None for no limit, 0 to pin nothing.
             piece: bytes to pin at a time; None for the usual.
         """
         devices = tuple(devices)
@@ -70,13 +70,13 @@ class Memory:
             self.registration.owner = self.core
 
     def must_pin(self, limit: int | None) -> bool:
-        """Whether :meth:`pin` with this limit has still to begin. What was pinned with another one is unpinned here."""
+        """Whether :meth:`pin` with this limit has yet to begin. Memory pinned with another limit is unpinned here."""
         if limit != self._limit:
             self._unpin()
         return self.registration is None
 
     def is_pinned(self) -> bool:
-        """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""
+        """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or the devices do not pin."""
         registration = self.registration
         return registration is None or registration.pinned == registration.nbytes
 
@@ -98,14 +98,14 @@ class Memory:
     def give(self) -> None:
         """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile.
 
-        Pinning in progress is waited for: an operation that has ended makes no further CUDA calls, and the program may
+        It waits for pinning in progress: an operation that has ended makes no further CUDA calls, and the program may
         capture a graph.
         """
         try:
             if self.registration is not None and self.generation == _generation:
                 self.registration.wait()
         finally:
-            # A save that was given up may still use it; it is unmapped when that ends.
+            # An abandoned save may still use it; it is unmapped when that save ends.
             if self.generation == _generation and not self.core.is_in_use:
                 self._home.append(self)
             else:
@@ -113,12 +113,12 @@ class Memory:
 
 
 def take(nbytes: int) -> Memory:
-    """Memory for a snapshot of ``nbytes``, with the contents that a former one left in it."""
+    """Memory for a snapshot of ``nbytes``, with the contents of an earlier snapshot."""
     return _take(nbytes, _free)
 
 
 def _take(nbytes: int, free: list[Memory]) -> Memory:
-    """The smallest that is free and large enough, or new memory."""
+    """The smallest free memory that is large enough, or new memory."""
     while True:
         fitting = [memory for memory in free if memory.nbytes >= nbytes]
         chosen = min(fitting or free, key=lambda memory: memory.nbytes, default=None)
@@ -130,13 +130,13 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
             continue
         if fitting:
             return chosen
-        # Too small: free it before its successor is allocated.
+        # It is too small: free it before larger memory is allocated.
         chosen.close()
 
 
 @contextlib.contextmanager
 def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
-    """Inside, staging memory for an operation between files and devices; the core has ended with it when this ends.
+    """A context with staging memory for an operation between files and devices; the core no longer uses it at the end.
 
     Args:
         devices: the ``torch.device`` objects that it copies from or to.
@@ -160,10 +160,10 @@ def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
 def release_buffers() -> None:
     """Free the host memory that is kept for the next operation.
 
-    That is, for asynchronous saves, one copy of the largest state saved so far for each save that was in flight at a
-    time, and for each operation at a time that copied from or to devices, up to 256 MiB. The memory of an operation
-    that is under way is freed when that ends. The next one maps new memory, and pins it if there are devices: it is
-    slower, and an asynchronous save stalls training for longer.
+    Asynchronous saves keep one copy of the largest state saved so far per save in flight at the same time. Concurrent
+    operations that copy from or to devices keep up to 256 MiB each. The memory of a running operation is freed when it
+    ends. The next operation maps new memory, and pins it for devices: it is slower, and an asynchronous save stalls
+    training for longer.
 
     Example:
         >>> import fastckpt

@@ -1,4 +1,4 @@
-"""Saves in flight: how many, to which path, what became of them, and the end of the process."""
+"""Saves in flight: their number, paths and results, and the end of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SaveInFlight:
     Attributes:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
-        group: the ranks that save together; None for a save of this process alone.
+        group: the ranks that save together; None for a save of one process.
         operation: its turn among those of ranks; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
@@ -34,9 +34,9 @@ class SaveInFlight:
 
 
 def can_wait_for(save: SaveInFlight) -> bool:
-    """Whether this thread can wait for a save: not for one that waits for this thread itself.
+    """Whether this thread can wait for a save: not if the save waits for this thread.
 
-    That prepares it, below a signal handler, or is in an earlier turn of the ranks.
+    That is so if the thread prepares it, below a signal handler, or if it is in an earlier turn of the ranks.
     """
     if save.operation is not None and save.operation.waits_for_caller():
         return False
@@ -52,30 +52,30 @@ class Failure(NamedTuple):
 
 # The lists change in atomic steps, so that a signal handler never sees them half changed.
 _in_flight: list[SaveInFlight] = []
-#: One event for each caller that waits to be admitted: the end of any save sets them all.
+#: One event for each caller that waits to be admitted: the end of any save sets all of them.
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
-# for them on top of its holder would wait for ever.
+# for them in the interrupted holder would never end.
 _admission = RLock()
 _exiting = False
 _registered = False
 
 
 def admit(save: SaveInFlight, most: int) -> None:
-    """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in.
+    """Wait until fewer than ``most`` others are in flight, and none of them to the same path; then count this save.
 
     Saves of other groups do not count: other ranks may have called in another order, and would wait for this one.
     Saves with a later turn do not count either: a thread, or a signal handler, may overtake this call before that.
     """
     _register()
     while True:
-        # Before the count: otherwise a save could end between the two.
+        # Before the count: otherwise a save could end in between.
         ended = Event()
         _waiting.append(ended)
         with _admission:
             others = [other for other in _in_flight if can_wait_for(other) and other.group is save.group]
-            # Of two saves to one path the later must win.
+            # If two saves go to one path, the later one must win.
             if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
                 break
@@ -85,13 +85,13 @@ def admit(save: SaveInFlight, most: int) -> None:
 
 
 def _register() -> None:
-    """Have the end of this process wait for saves in flight, and write failures to stderr."""
+    """Make the exit of this process wait for saves in flight, and write failures to stderr."""
     global _registered  # noqa: PLW0603 - once a process
     if _registered:
         return
     _registered = True
     atexit.register(_at_exit)
-    # Children that multiprocessing forks end without calling atexit, and have finalizers of their own instead.
+    # Children that multiprocessing forks end without calling atexit, and call finalizers of multiprocessing instead.
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
@@ -99,7 +99,7 @@ def _register() -> None:
 
 
 def leave(save: SaveInFlight) -> None:
-    """Note the end of a save; does nothing if it was never admitted."""
+    """Record the end of a save; does nothing if it was never admitted."""
     with contextlib.suppress(ValueError):
         _in_flight.remove(save)
     while _waiting:
@@ -113,7 +113,7 @@ def saves() -> tuple[SaveInFlight, ...]:
 
 
 def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
-    """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
+    """The saves to ``path`` in flight for which the caller, or the save ``waits``, can wait: see :func:`admit`."""
     groups = None if waits is None or waits.group is None else {None, waits.group}
     there = [save for save in saves() if save.path == path and can_wait_for(save)]
     return [save for save in there if groups is None or save.group in groups]
@@ -127,7 +127,7 @@ def wait_for_paths(*paths: str | None) -> None:
 
 
 def failed(failure: Failure) -> None:
-    """Note a failure whose result was never requested."""
+    """Record a failure whose result was never requested."""
     _unasked.append(failure)
 
 
@@ -172,8 +172,8 @@ def unasked_text(failure: Failure) -> str:
 def drain(timeout: float | None = None) -> None:
     """Wait until all asynchronous saves in flight are durable.
 
-    A signal handler may call it, also while the interrupted code waits for a save or is inside ``save_async``. It then
-    does not wait for the save of that call if the call has not handed it over yet, nor for later saves of the ranks. (A
+    A signal handler may call it, even while the interrupted code waits for a save or is inside ``save_async``. It then
+    does not wait for the save of that call if no thread has taken it over yet, nor for later saves of the ranks. (A
     handler should not call ``save_async`` itself, because Python's threads cannot be started there reliably; it can
     call ``save``.)
 
@@ -181,7 +181,7 @@ def drain(timeout: float | None = None) -> None:
         timeout: seconds; None waits for as long as it takes.
 
     Raises:
-        TimeoutError: not all are done in time. They go on.
+        TimeoutError: some saves are not durable in time. They continue.
         Exception: the first failure of a save whose result was never requested; call again for others.
 
     Example:
@@ -201,14 +201,14 @@ def drain(timeout: float | None = None) -> None:
 
 
 def is_exiting() -> bool:
-    """Whether the interpreter is past the point where it waits for threads."""
+    """Whether the interpreter has passed the point where it waits for threads."""
     return _exiting
 
 
 def _at_exit() -> None:
-    """The interpreter has waited for the writing threads by now, if nothing came between.
+    """Report failures at exit; by now the interpreter has normally waited for the writing threads.
 
-    It may be called more than once: a forked child inherits what its parent registered with atexit.
+    It may be called more than once: a forked child inherits the functions that its parent registered with atexit.
     """
     global _exiting  # noqa: PLW0603 - once a process
     _exiting = True
@@ -217,7 +217,7 @@ def _at_exit() -> None:
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)
-        # In one piece: the thread that failed may be logging at this moment.
+        # As one write: the failed thread may be logging at this moment.
         line = (
             f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"

@@ -1,4 +1,4 @@
-"""Updating a state that exists: ``load(path, into=state)``, compared with the checkpoint before anything changes."""
+"""Updating an existing state: ``load(path, into=state)`` compares it with the checkpoint before anything changes."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def _is_torch(item: Occurrence) -> bool:
 
 
 def _memory_of(item: Occurrence) -> Any:
-    """The tensor or array that is to be filled: for a spread tensor, the part that this rank has."""
+    """The tensor or array to fill: for a spread tensor, the part that this rank has."""
     local = None if item.stored is None else item.stored.local
     return item.value if local is None else local.memory
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
-    """For each position of the whole, its position in the part that is left; for all of it, the same position."""
+    """For each position of the whole structure, its position in the selected part; the same if all is selected."""
     return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
 class _Entry:
-    """A tensor of the checkpoint, and the tensor that it fills: None if it is made anew."""
+    """A tensor of the checkpoint, and the tensor that it fills: None if a new one is made."""
 
     __slots__ = ("given", "item")
 
@@ -66,7 +66,7 @@ class _Entry:
 
 
 class Into:
-    """The tensors of ``into=``, and how they fit.
+    """The tensors of ``into=``, matched with those of the checkpoint.
 
     Args:
         reader: the checkpoint.
@@ -74,14 +74,14 @@ class Into:
         into: the state.
         targets: the requests of the read.
         types: the types that are known.
-        strict: whether each side must have all tensors of the other.
+        strict: whether each side must have all tensors of the other side.
         spreads: describes tensors that are spread over ranks; without it they are refused.
         shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
         missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
-        unexpected: likewise, and with ``shared``, the names of tensors that ``into`` lacks.
-        unwanted: the numbers of those.
+        unexpected: with ``strict`` unset or with ``shared``, the names of tensors that ``into`` lacks.
+        unwanted: the numbers of the ``unexpected`` tensors.
     """
 
     def __init__(
@@ -122,21 +122,21 @@ class Into:
         self._owners = self._objects()
         self._mismatches = Mismatches()
         self._entries: list[_Entry] = []
-        #: The values that tensors made of several parts are filled into, by position; None for those to be made.
+        #: The values that composed tensors are filled into, by position; None for values to be made.
         self._composed: dict[int, Any] = {}
-        #: Tensors of into by their ties: the number of the stored tensor that fills them.
+        #: The number of the stored tensor that fills a tensor of into, by its tie.
         self._ties: dict[Any, int] = {}
-        #: The layout in memory of the same tensors, also by their ties.
+        #: The layout in memory of the same tensors, by their ties.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()
-        #: Parts of a value that does not fit are not reported again.
+        #: A value that does not fit: its parts are not reported again.
         self._unfit: set[Place | None] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
 
     def _objects(self) -> dict[Place, Owner]:
-        """The objects in ``into``, except those in the states of others."""
+        """The objects in ``into``, except those in the states of other objects."""
         owners: dict[Place, Owner] = {}
         for place, value in self.flat.objects:
             if self._owner(owners, place)[0] is None:
@@ -156,7 +156,7 @@ class Into:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are any: then new tensors may be made for them."""
+        """Whether there are objects: new tensors may be made for them."""
         return bool(self._owners)
 
     @paused()
@@ -175,17 +175,17 @@ class Into:
         Args:
             tokens: the whole structure.
             left: the chosen part of it.
-            origin: where each token of that is in the whole.
+            origin: the position of each token of ``left`` in ``tokens``.
             chosen: the positions that were chosen, or None for all.
-            selection: the patterns that chose it.
-            renamed: whether the structure has other names than those that the selection saw.
+            selection: the patterns that chose them.
+            renamed: whether the structure has other names than the selection saw.
 
         Returns:
             The tokens that are left.
 
         Raises:
             StructureMismatchError: they do not fit, or ``into`` has other values. It lists all differences.
-            CheckpointError: a class in this program is not the one that was saved.
+            CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)
         every, keyed = find(tokens, self.flat.places)
@@ -203,7 +203,7 @@ class Into:
             wanted = leaves(tokens) if chosen is None else chosen
             if self._dropped:
                 wanted = without(tokens, wanted, self._dropped)
-            # The items that remain of a list keep their positions, because they go to the same positions in into.
+            # The selected items of a list keep their positions, because they go to the same positions in into.
             ends = ends_of(tokens) if starts else []
             left, origin = prune(tokens, wanted, HOLE_TOKEN, [(start, ends[start]) for start in starts.values()])
             before, at = at, _inverse(origin)
@@ -214,7 +214,7 @@ class Into:
         try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
-        # In the order in which they are finished: an inner container comes before the outer one.
+        # In the order in which they are finished: an inner container before the outer one.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
         self._regions = sorted(
             ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
@@ -246,7 +246,7 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Note that a tensor is new if it is among the chosen ones, as one in a key may be."""
+        """Record that a tensor is new if it was chosen; a tensor in a key may not be."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:
@@ -284,7 +284,7 @@ class Into:
         return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
 
     def _is_new(self, entry: _Entry) -> bool:
-        """Whether a tensor is made for an object, which is then given it."""
+        """Whether a new tensor is made for an object, which then receives it."""
         item, given = entry.item, entry.given
         owner, part = self._owner(self._owners, item.place)
         if owner is None:
@@ -296,7 +296,7 @@ class Into:
             self._mismatch(item, "a part of a tensor that its module makes anew: give its state_dict() in its place")
         if owner.kind == "optimizer" and not new:
             assert given is not None  # noqa: S101 - it has a tie
-            # A tensor that does not fit is not filled: the optimizer gets a new one.
+            # A tensor that does not fit is not filled: the optimizer gets a new tensor.
             new = not is_tensor(item.token) or self._fit(item, given) is not None
         whole = self._expanded.get(item.place)
         if not new and whole is not None:
@@ -325,7 +325,7 @@ class Into:
                     self._composed[item.position] = None
 
     def _states(self, left: list[Token], starts: dict[Place, int | None], selection: Selection) -> None:
-        """Check that there is a state of its kind for each object; ``starts`` are their positions in the tokens."""
+        """Check that each object has a state of its kind; ``starts`` are the positions of the states in the tokens."""
         ends = ends_of(left) if starts else []
         missing = []
         for place, owner in self._owners.items():
@@ -364,7 +364,7 @@ class Into:
     def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
         """Report the values that the checkpoint lacks; ``keyed`` are the places under its keys."""
         lacking = [place for place in self.flat.values if place not in keyed and place not in self.given]
-        # A list may be found where into has a mapping of numbers.
+        # The checkpoint may have a list where into has a mapping with integer keys.
         there = locate(tokens, self.flat.places, lacking) if lacking else ()
         for place in lacking:
             if place not in there and self._owner(self._owners, place)[0] is None and selection.takes(place.name):
@@ -373,12 +373,12 @@ class Into:
                     self._mismatches.add(len(tokens), f"{place}: not in the checkpoint")
 
     def _again(self, tokens: list[Token], left: list[Token], at: Mapping[int, int] | range) -> None:
-        """Note containers that are in several places of ``into``, where the checkpoint has different values there."""
+        """Report containers at several places of ``into`` if the checkpoint has different values there."""
         again = [pair for pair in self.flat.again if all(self._owner(self._owners, place)[0] is None for place in pair)]
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
         every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
-        # By the first place of a container: the first of its places that was chosen.
+        # By the first place of a container: the first of its chosen places.
         chosen: dict[Place, Place] = {}
         for first, further in again:
             for place in (first, further):
@@ -434,7 +434,7 @@ class Into:
         return "; ".join(reasons) or None
 
     def _clashes(self) -> None:
-        """Note targets that overlap: reading one of them would destroy the other. A tie is one target."""
+        """Report targets that overlap: reading one would destroy the other. A tie is one target."""
         spans: dict[Any, tuple[str, np.ndarray[Any, Any], Found]] = {}
         for entry in self._entries:
             given = entry.given
@@ -448,7 +448,7 @@ class Into:
             self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
 
     def _layout(self, given: Occurrence) -> tuple[str, np.ndarray[Any, Any]]:
-        """The layout of a tensor; of one that is spread over ranks, of the part that this rank has."""
+        """The layout of a tensor; if it is spread over ranks, the layout of the part that this rank has."""
         tie = given.stored and given.stored.tie
         known = self._layouts.get(tie)
         if known is None:
@@ -456,7 +456,7 @@ class Into:
         return known
 
     def _whole(self, item: Found, given: Occurrence) -> str | None:
-        """Why a tensor made of several parts does not fit, or None."""
+        """Why a composed tensor does not fit, or None."""
         self._composed[item.position] = given.value
         if item.token[0] == "quantized":
             return "a quantised tensor cannot be filled in place: load it without into="
@@ -487,7 +487,7 @@ class Into:
     def _like_parameter(self, item: Found) -> Occurrence | None:
         """For the state of an optimizer: a new tensor that is spread like the parameter that it belongs to.
 
-        None where it has another shape than the parameter, or that is not spread: then the rank has it whole.
+        None if its shape differs from the parameter's, or the parameter is not spread: the rank has the whole tensor.
         """
         owner, _ = self._owner(self._owners, item.place)
         if owner is None or owner.kind != "optimizer" or item.token[0] != "tensor" or self.targets.framework == "numpy":
@@ -511,7 +511,7 @@ class Into:
         return None if self.spreads is None else self.spreads.describe_of(type(value))
 
     def _fill(self, index: int, given: Occurrence) -> None:
-        """Ask for the bytes of one tensor."""
+        """Request the bytes of one tensor."""
         value = _memory_of(given)
         assert given.stored is not None  # noqa: S101 - it is a tensor
         address, local = given.stored.address, given.stored.local
@@ -528,13 +528,13 @@ class Into:
             self.targets.ask_strided(index, value, self._layout(given)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
-        """Once all has been read: ``into``, with the state of ``tokens``, which :meth:`match` left.
+        """After everything has been read, ``into`` with the state of ``tokens``, which :meth:`match` returned.
 
         Raises:
             CheckpointError: an object refused its state.
         """
         if self.filled:
-            # Autograd must know.
+            # Autograd must see the change.
             torch_for("a torch tensor").changed(self.filled)
         framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
         builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)

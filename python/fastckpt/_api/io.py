@@ -1,4 +1,4 @@
-"""How a call moves bytes: ``io=``, one record of options for everything that reads or writes."""
+"""How a call moves bytes: ``io=``, one record of options for all reads and writes."""
 
 from __future__ import annotations
 
@@ -22,71 +22,71 @@ Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 
 _MOST_NICE = 19
 _LEAST_STAGING = 4 << 20
-#: Seconds without an answer of the storage that a save in the background waits by default, and that are for ever.
+#: Seconds that a save in the background waits by default for an answer of the storage, and the value for no limit.
 _PATIENCE, _ENDLESS = 600, 10**9
 
 
 @record_of("io", "fastckpt.IO")
 @dataclass(frozen=True, slots=True)
 class IO:
-    """How a call moves bytes: the ``io=`` of everything that reads or writes.
+    """How a call moves bytes: the ``io=`` of all reads and writes.
 
-    The name of an engine is short for a record: ``io="buffered"`` is ``io=IO("buffered")``. One record serves calls of
-    all kinds; each uses the options that concern it.
+    The name of an engine is short for an ``IO``: ``io="buffered"`` is ``io=IO("buffered")``. One ``IO`` serves calls of
+    all kinds; each call uses the options that concern it.
 
     Args:
         engine: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
-            it is set, else takes the first of these that works; the report names the one that ran. A load with ``auto``
-            reads cached files from the page cache. Where LOCAL_WORLD_SIZE is more than 1, a load of a whole checkpoint
-            reads through the page cache, so that the ranks of a node that load one path read the storage once, and on
-            storage of several machines so does one of some whole tensors; unless one of the path's last two components
-            names the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give
-            ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
+            it is set, else takes the first of these that works; the report names the engine that ran. A load with
+            ``auto`` reads cached files from the page cache. If LOCAL_WORLD_SIZE is more than 1, a load of a whole
+            checkpoint reads through the page cache, so that ranks of a node that load one path read the storage once;
+            on storage of several machines a load of some whole tensors does so, too. Neither does if one of the path's
+            last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only one rank
+            loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
         threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
             ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one below 2 MiB. There are never more
             threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned
-            memory. For a URL 16 by default, each with a request of up to 8 MiB. In a save in the background they copy,
-            at most one per core by default, and then write.
-        staging: the most bytes of staging buffers that an operation takes in this process: a number, or a string such
-            as ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
-            least a block for each. Bytes in transit to or from memory in small pages occupy them, so slow storage
-            reaches at most this size divided by its latency. Without effect for tensors on devices.
-        progress: show a progress bar of what this process moves.
-        bandwidth_limit: of saves and copies: bytes per second that this process may write, so that others can use the
+            memory. For a URL 16 by default, each with a request of up to 8 MiB. In a save in the background they first
+            copy, by default at most one per core, and then write.
+        staging: the most bytes of staging buffers of an operation in this process: a number, or a string such as
+            ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
+            least a block per thread. Bytes in transit to or from memory in small pages occupy them, so slow storage
+            reaches at most this size divided by its latency. No effect for tensors on devices.
+        progress: show a progress bar of the bytes that this process moves.
+        bandwidth_limit: for saves and copies: bytes per second that this process may write, so that others can use the
             same storage: a number, or a string with a unit (``"2GB"``); None for no limit.
-        lazy: of saves in the background: return before torch tensors of 64 KiB and more are copied; everything else is
-            copied all the same. Every step of every ``torch.optim.Optimizer`` then waits until they are. Other code
-            that changes them in place must call ``wait_staged()`` of the handle first. If it does not, the save fails,
-            and the error names the tensors. But changes that torch does not count go unseen, and the checkpoint holds a
-            mixture of old and new values: through ``tensor.data``, through a numpy array over the same memory, by a
-            replayed CUDA graph. For buffers that forward changes see :func:`fastckpt.background.guard`. For tensors of
-            a device the step does not wait on the host: the stream that it runs in waits for the copies, on the device.
-        pin: of saves in the background: whether the host memory is pinned, so that copies from devices run at the speed
-            of the link, and beside training. This happens in the background, in pieces, and lasts until the memory is
+        lazy: for saves in the background: return before torch tensors of 64 KiB and more are copied; everything else is
+            copied first. Every step of every ``torch.optim.Optimizer`` then waits for these copies. Other code that
+            changes them in place must call ``wait_staged()`` of the handle first. If it does not, the save fails, and
+            the error names the tensors. But changes that torch does not count (through ``tensor.data``, a numpy array
+            over the same memory, a replayed CUDA graph) go undetected, and the checkpoint mixes old and new values. For
+            buffers that forward changes see :func:`fastckpt.background.guard`. For tensors on a device the host does
+            not wait: the stream of the step waits for the copies on the device.
+        pin: for saves in the background: whether to pin the host memory, so that copies from devices run at link speed
+            and overlap with training. Pinning is done in the background, piece by piece, and lasts until the memory is
             freed. Or the most bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. The rest
-            is copied unpinned, slower, and unless this is ``False``, ``warnings`` of the report mention it. Without
-            effect where no tensor is on a device.
-        max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
-            alone and of each process group are counted apart. Those of a group write one after the other.
-        deadline: of saves: seconds. If a call to the storage has not ended for so long, and no other of that save has,
-            it fails with :class:`fastckpt.exceptions.DeadlineError`; docs/async.md has what becomes of its threads and
-            memory. ``math.inf`` for no deadline; None is 600 for saves in the background, and none for others.
-        nice: of saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
-        mmap: of loads: map the files instead of reading them, through the page cache, whatever FASTCKPT_IO says: new
-            tensors and arrays are pages of the page cache, which all processes of a node share; one is copied when it
-            is first written to, so no write reaches a file. For checkpoints that are hot. As long as the tensors are in
-            use, no program may change or truncate the files in place, and if their storage fails, touching a page ends
-            the process with SIGBUS. (To save to the same path, or to remove it, does no harm on a local file system; on
-            NFS another host must not.) With ``device``, new tensors there are copied from the pages, and so are tensors
-            and arrays of ``into``: once all pages have been checked, so that a damaged checkpoint changes nothing. Not
-            with ``dtype``, not of a URL, and not together with other ranks.
-        verify: of loads: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one
-            that memory pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are
-            touched.
+            is copied unpinned, more slowly, and unless this is ``False``, ``warnings`` of the report mention it. No
+            effect if no tensor is on a device.
+        max_in_flight: for saves in the background: wait until fewer saves than this are in flight; saves of one process
+            and of each process group are counted separately. Saves of a group write one after another.
+        deadline: for saves: seconds. If a storage call lasts longer, and no other call of the save ends meanwhile, the
+            save fails with :class:`fastckpt.exceptions.DeadlineError`; docs/async.md describes its threads and memory
+            afterwards. ``math.inf`` for no deadline; None is 600 for saves in the background, else infinite.
+        nice: for saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
+        mmap: for loads: map the files instead of reading them, through the page cache, whatever FASTCKPT_IO says: new
+            tensors and arrays are pages of the page cache, which all processes of a node share; a page is copied when
+            it is first written to, so no write reaches a file. For checkpoints in the page cache. As long as the
+            tensors are in use, no program may change or truncate the files in place, and if their storage fails,
+            touching a page ends the process with SIGBUS. (Saving to the same path, or removing it, is safe on a local
+            file system; on NFS another host must not do so.) With ``device``, new tensors there are copied from the
+            pages, and so are tensors and arrays of ``into``: once all pages have been checked, so that a damaged
+            checkpoint changes nothing. Not with ``dtype``, a URL, or a load that ranks make together.
+        verify: for loads: compare every byte with its checksum. With ``mmap``: the pages at the time of the call; a
+            page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read when they
+            are touched.
         on_report: called with the report of each operation that succeeded: a :class:`SaveReport`, a
-            :class:`LoadReport`, or that of a copy or verification. For a save in the background that happens in the
-            thread that writes, and an error of the function is logged there.
+            :class:`LoadReport`, or that of a copy or verification. For a save in the background the writing thread
+            calls it, and logs an error of the function.
 
     Raises:
         TypeError: ``on_report`` is not a function.
@@ -192,7 +192,7 @@ def most_pinned(io: IO) -> int | None:
 
 
 def refuse_mmap(operation: str, io: IO) -> None:
-    """Refuse ``mmap`` where ranks read together."""
+    """Refuse ``mmap`` in a load that ranks make together."""
     if io.mmap:
         raise ValueError(
             f"{operation}: IO(mmap=True) maps files for one process: call fastckpt.load on each rank, which share the "
@@ -208,5 +208,5 @@ def _is_whole(value: Any, least: int, most: int | None) -> bool:
     return type(value) is int and least <= value and (most is None or value <= most)
 
 
-#: That of a call without ``io=``.
+#: The options of a call without ``io=``.
 DEFAULT_IO = IO()

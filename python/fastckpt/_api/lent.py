@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Lent:
-    """What was lent.
+    """The memory lent to one operation.
 
     Attributes:
-        core: the memory, as the core takes it; None where no device takes part, and the core uses its own.
+        core: the memory, in the core's form; None if no device takes part: the core uses its own memory.
     """
 
     def __init__(self, memory: Memory | None) -> None:
@@ -34,10 +34,10 @@ class Lent:
 
 @contextmanager
 def lent(devices: Sequence[Any], nbytes: int) -> Iterator[Lent]:
-    """Inside, there is staging memory for an operation that moves ``nbytes`` from or to ``devices``."""
+    """A context with staging memory for an operation that moves ``nbytes`` from or to ``devices``."""
     with ExitStack() as stack:
         memory = None
-        # The portable core reads into memory of its own.
+        # The portable core reads into its own memory.
         with suppress(NotImplementedError):
             memory = stack.enter_context(staging(devices, nbytes))
         yield Lent(memory)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """What a load gives to those that want more than the state.
+    """The result of a load for callers that need more than the state.
 
     Attributes:
         state: the state.
@@ -51,20 +51,20 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
 
     Args:
         path: the checkpoint's directory, or its URL in an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``
-            (docs/stores.md), read in parallel ranges. An asynchronous save of this process to it that is in flight is
-            waited for.
+            (docs/stores.md), read in parallel ranges. It waits for an asynchronous save of this process in flight to
+            it.
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,
-            and so is a container for which the checkpoint has another type. A list keeps its length, so that numbers at
-            its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added. It may
-            contain objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict``
-            gets the state if it does more than copy them (hooks, overrides, an extra state); an optimizer, also one
-            that has not stepped, and any other object with ``load_state_dict`` is given the state that was read; a
-            state of another class of optimizer or scheduler is a mismatch. Everything is compared before anything is
-            changed. A tie that only one side has is not a mismatch; nor is a tie in ``into`` of tensors that are stored
-            separately and are equal. Tensors that overlap in memory without being tied are a mismatch, and so are
-            different values in the places of one container.
+            and so is a container for which the checkpoint has another type. A list keeps its length: numbers at its end
+            that only ``into`` has are not a mismatch. Values that only the checkpoint has are added. It may contain
+            objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict`` gets the
+            state if it does more than copy them (hooks, overrides, an extra state); an optimizer, even one that has not
+            stepped, and any other object with ``load_state_dict`` gets the state; a state of another class of optimizer
+            or scheduler is a mismatch. All comparisons precede the first change. A tie that only one side has is not a
+            mismatch; nor is a tie in ``into`` of tensors that are stored separately with equal values. Tensors that
+            overlap in memory without being tied are a mismatch, and so are different values in the places of one
+            container.
         {options}
 
     Returns:
@@ -75,9 +75,9 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
         FormatVersionError: this release does not read its format version.
         StructureMismatchError: ``into`` does not fit; nothing was changed, and ``differences`` lists every difference.
         CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already
-            filled, plain values are unchanged. Or a class in this program is not the one that was saved.
+            filled, plain values are unchanged. Or a class in this program differs from the saved one.
         MemoryError: new tensors would take more memory than the control group of this process has left.
-        UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
+        UnsupportedTypeError: the type of a value is unknown, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``registry``, ``io`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
@@ -90,8 +90,8 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
             or two keys become one.
 
     Warns:
-        RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with a registry that
-            says ``undeclared="plain"``, types that are not known, once for all of them.
+        RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with
+            ``Registry(undeclared="plain")``, unknown types, once for all of them.
 
     Example:
         >>> import fastckpt, torch
@@ -118,7 +118,7 @@ def load_alone(path: AnyPath, into: Any, settings: LoadSettings) -> Loaded:
 
 
 def _check_mapped(source: str, settings: LoadSettings) -> None:
-    """What cannot be had together with ``IO(mmap=True)``."""
+    """Refuse what ``IO(mmap=True)`` cannot be combined with."""
     if is_url(source):
         raise ValueError(
             f"load: {source}: IO(mmap=True) maps local files only: load without it, or copy the checkpoint to a local "

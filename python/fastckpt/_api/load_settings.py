@@ -31,7 +31,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings(Settings):
-    """How a checkpoint is loaded, checked. What counts what it matches is made for each load."""
+    """How a checkpoint is loaded; checked. The objects that count matches are made for each load."""
 
     given = LoadOptions
 
@@ -113,13 +113,13 @@ class LoadSettings(Settings):
             raise ValueError('load: framework="numpy" loads NumPy arrays, which have no device: leave out device=')
 
     def selection(self) -> Selection:
-        """What ``keys`` and ``exclude`` choose."""
+        """The choice of ``keys`` and ``exclude``."""
         return Selection(self.keys, self.exclude)
 
     def renaming(self) -> Renaming:
-        """What ``rename`` makes of keys."""
+        """The new keys by ``rename``."""
         return Renaming(self.rename)
 
     def types(self) -> Types:
-        """The types that a load knows."""
+        """The types known to a load."""
         return Types("load", self.registry, framework=self.framework)

@@ -11,24 +11,24 @@ from threading import get_ident
 from .event import Event
 
 _logger = logging.getLogger("fastckpt")
-#: Lines that are being written: by which thread, and what is set once it is done.
+#: Lines that are being written: the thread, and the event that is set when it is done.
 _lines: list[tuple[int, Event]] = []
-#: The most seconds that a fork waits for a line: its writer may be waiting for the thread that forks.
+#: The most seconds that a fork waits for a line, whose writer may be waiting for the thread that forks.
 _WAIT = 5.0
 
 
 class LastWord(logging.NullHandler):
-    """Silent, as a library has to be, except for errors in a program that has configured no logging.
+    """A handler that is silent, as in any library, except for errors in a program without logging.
 
-    Such a program would never hear of a save that fails in the background: Python's last-resort handler is off as soon
-    as a library has a handler of its own, even a silent one.
+    Such a program would never see that a save in the background failed: a library's own handler, even a silent one,
+    turns off Python's last-resort handler.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless another handler takes it."""
+        """Give an error to Python's last resort, which writes to stderr, unless another handler handles it."""
         at: logging.Logger | None = logging.getLogger(record.name)
         while at is not None:
             if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):
@@ -40,19 +40,19 @@ class LastWord(logging.NullHandler):
 
 
 def set_up() -> None:
-    """Keep forks out of lines, and tell errors where no logging is configured."""
+    """Prevent forks within lines, and write errors to stderr if no logging is configured."""
     _logger.addHandler(LastWord())
     _logger.handle = _handle  # type: ignore[method-assign]
 
 
 def _handle(record: logging.LogRecord) -> None:
-    # No lock: a signal handler may log on top of a thread that holds one of logging's, for which other threads wait.
+    # No lock: a signal handler may log in a thread that holds a lock of logging, for which other threads wait.
     line = get_ident(), Event()
     _lines.append(line)
     try:
         logging.Logger.handle(_logger, record)
     finally:
-        with contextlib.suppress(ValueError):  # in a child, which has none
+        with contextlib.suppress(ValueError):  # in a child, which has no such thread
             _lines.remove(line)
         line[1].set()
 
@@ -60,8 +60,8 @@ def _handle(record: logging.LogRecord) -> None:
 def _before_fork() -> None:
     """Wait for lines of other threads.
 
-    A thread that writes one holds the lock of the stream. Python does not reset that lock in a child, so a child that
-    is forked meanwhile would hang when it flushes the stream, at its end at the latest.
+    The writing thread holds the lock of the stream. Python does not reset that lock in a child. So a child that is
+    forked meanwhile would hang when it flushes the stream, at the latest when it exits.
     """
     until = time.monotonic() + _WAIT
     while others := [written for writer, written in tuple(_lines) if writer != get_ident()]:

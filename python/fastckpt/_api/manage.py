@@ -27,30 +27,30 @@ from .checkpoint import Checkpoint
 __all__ = ["Leftover", "ListedCheckpoint", "clean", "leftovers", "list", "remove", "remove_leftover"]
 
 
-#: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
+#: Names of files that a file system keeps for a process that has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 
 def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
     """Remove the checkpoint at ``path``.
 
-    It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
-    killed in between, files stay under a temporary name, which the next save into the same parent directory removes. It
-    does not wait for readers of the checkpoint. An old copy of it that a killed save left under a temporary name, and
-    that a load would restore, is removed as well. At a URL the manifest is removed first, and the checkpoint with it; a
-    second call removes what a killed one has left.
+    It loses its name in one durable step, and then its files: half of it is never visible. If the process is killed in
+    between, files stay under a temporary name; the next save into the same parent directory removes them. Readers of
+    the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and that a load
+    would restore, is removed as well. At a URL the manifest is removed first, which ends the checkpoint; a second call
+    removes what a killed call left.
 
     Args:
-        path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An
-            asynchronous save to it that is in flight is finished first.
-        force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they
-            raise an error that names the first one. Directories and links in it always do.
-        files: names of further files that belong to it, those that ``files=`` of its save has put there.
+        path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). It
+            waits for an asynchronous save in flight to it.
+        force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they are an
+            error that names the first of them. Directories and links in it are always an error.
+        files: names of further files of it, which its save added with ``files=``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        OSError: the storage failed. With ``errno.ENOTEMPTY``: ``path`` is not a checkpoint, or it holds files that must
-            stay, and nothing was removed.
+        OSError: the storage failed. With ``errno.ENOTEMPTY``: ``path`` is not a checkpoint, or it holds other files;
+            nothing was removed.
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
         ValueError: ``path`` is a URL of an unknown store.
 
@@ -75,7 +75,7 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
 
 
 def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
-    """The files of others in the checkpoint at a path, by relative names.
+    """The files in the checkpoint at a path that are not part of it, by relative names.
 
     Args:
         path: its directory.
@@ -89,7 +89,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
 
     shards: Collection[str] | None = None
-    # In a damaged checkpoint, the names decide which files are its own.
+    # In a damaged checkpoint, the names decide which files are part of it.
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
         shards = checkpoint.shards
     names: builtins.list[str] = []
@@ -107,20 +107,20 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
 
 
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
-    """List the checkpoints in ``directory``, by their steps where their names differ in one number alone.
+    """List the checkpoints in ``directory``, by their steps if their names differ in one number only.
 
-    Names that differ otherwise are sorted by the time at which their saves began; of a damaged one it may be unknown,
-    and counts as the oldest.
+    Otherwise they are sorted by the time at which their saves began; a damaged checkpoint whose time is unknown comes
+    first.
 
-    A checkpoint that is being written is not listed, nor is one below a symbolic link. The manifest of each is read,
-    and the lengths of its files are compared; ``verify`` compares contents.
+    A checkpoint that is being written is not listed, nor is one below a symbolic link. The call reads each manifest and
+    compares the lengths of the files; ``verify`` compares contents.
 
     Args:
         directory: the directory that holds the checkpoints, or a URL in an object store, below which they are.
 
     Returns:
         For each: name, path, when its save began (seconds since 1970; None if unknown), bytes of its files, whether it
-        is an old one that a killed save left aside, and its damage in words, or None.
+        is an old checkpoint that a killed save moved aside, and its damage in words, or None.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -151,18 +151,18 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """What a killed save, removal or copy left in a directory of checkpoints, under a temporary name.
+    """A directory that a killed save, removal or copy left among checkpoints, under a temporary name.
 
     Attributes:
         name: the name of the directory.
         checkpoint: the name of the checkpoint that it belongs to.
         host: the machine it was made on; empty for an unfinished copy.
-        state: ``alive`` (its writer is running), ``dead`` (not needed any more: the next save there removes it),
+        state: ``alive`` (its writer is running), ``dead`` (no longer needed: the next save there removes it),
             ``unknown`` (its writer may be running, perhaps on another machine), ``kept`` (an old checkpoint that a save
             was about to replace, or the save itself) or ``foreign`` (no checkpoint; a killed save had moved it aside).
         bytes: bytes of its files.
         changed: seconds since 1970 when something was last made, removed or renamed in it, or written to a file of it.
-        due: whether :func:`fastckpt.clean` removes it, as it was called, unless ``dry_run``.
+        due: whether this call of :func:`fastckpt.clean` removes it, unless ``dry_run``.
         removed: whether it was removed.
         error: why it could not be removed, or None.
     """
@@ -181,21 +181,21 @@ class Leftover:
 def clean(
     directory: AnyPath, *, older_than: float | str | None = None, dry_run: bool = True
 ) -> builtins.list[Leftover]:
-    """Remove what killed saves, removals and copies left in ``directory``; by default, only list it.
+    """Remove the leftovers of killed saves, removals and copies in ``directory``; by default, only list them.
 
-    The ``dead`` ones are removed; with ``older_than`` also old ``unknown`` or ``kept`` ones. The work of a running save
-    is never removed, nor are ``foreign`` ones.
+    It removes ``dead`` leftovers; with ``older_than`` also old ``unknown`` or ``kept`` ones. It never removes the files
+    of a running save, nor ``foreign`` leftovers.
 
     Args:
         directory: the directory that holds the checkpoints.
         older_than: also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in
-            them has changed for that long: seconds, or a string with a unit (``"2h"``); 0 for any age. Give more than
-            any save can pause.
+            them has changed for that time: seconds, or a string with a unit (``"2h"``); 0 for any age. Give more than
+            the longest pause of a save.
         dry_run: change nothing.
 
     Returns:
-        All leftovers by name: which are due for removal, and which were removed. An error of the storage is
-        in ``error`` of its leftover.
+        All leftovers by name: which are due for removal, and which were removed. A storage error is in ``error`` of its
+        leftover.
 
     Raises:
         FileNotFoundError: there is no such directory.

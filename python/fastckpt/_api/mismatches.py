@@ -32,11 +32,11 @@ class Mismatches:
         self._found: list[tuple[int, str]] = []
 
     def add(self, position: int, text: str) -> None:
-        """Note a mismatch at a position of the structure."""
+        """Add a mismatch at a position of the structure."""
         self._found.append((position, text))
 
     def check(self, path: str, into: Any, flat: Flat) -> None:
-        """Raise :class:`StructureMismatchError` for ``into``, flattened as ``flat``, if there is any."""
+        """Raise :class:`StructureMismatchError` for ``into``, flattened as ``flat``, if any mismatch was added."""
         if not self._found:
             return
         # In the order of the structure.
@@ -69,7 +69,7 @@ class Mismatches:
 
 
 def _holds_fresh_optimizer(into: Any) -> bool:
-    """Whether the state of an optimizer without any tensor is in it."""
+    """Whether it holds the state of an optimizer without any tensor."""
     todo, seen = [into], 0
     while todo and seen < _SEARCHED:
         value = todo.pop()

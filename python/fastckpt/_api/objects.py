@@ -1,4 +1,4 @@
-"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, and the like."""
+"""Objects with a ``state_dict`` in ``into=``: modules, optimizers, schedulers, and the like."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ HOLE_TOKEN: list[Any] = ["tensor", -1]
 _NUMBER = -2
 
 
-#: What schedulers of torch put into the groups of an optimizer.
+#: Keys that torch's schedulers add to the groups of an optimizer.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
 
 
 def _is_of_the_class(key: str) -> bool:
-    """Whether a key of a state tells its class."""
+    """Whether a key of a state identifies its class."""
     return not key.startswith("_") and key not in _OF_SCHEDULERS
 
 
@@ -49,7 +49,7 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: Tensors that were filled in place, by identity: a module's Parameter or buffer, None if it has parts.
+        #: Tensors that were filled in place, by identity: a module's Parameter or buffer, None if it is composed.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}
@@ -63,10 +63,10 @@ class Owner:
         return f"the {type(self.value).__qualname__} at {self.place}"
 
     def is_fillable(self, entry: Place, tie: Any | None) -> bool:
-        """Whether a tensor in this entry of the state is a part of the object, which has to fit and can be filled.
+        """Whether a tensor in this entry of the state is a part of the object, which must fit and can be filled.
 
-        Tensors that a module makes anew whenever it is asked (its extra state, a packed description of a quantised
-        weight) are not fillable: filling them would change nothing.
+        Tensors that a module makes on each request (its extra state, a packed quantised weight) are not fillable:
+        filling them would change nothing.
         """
         if self.kind == "optimizer":
             return tie is not None
@@ -75,7 +75,7 @@ class Owner:
         return tie is None or tie in self._own
 
     def parameter_of(self, place: Place) -> Any | None:
-        """The parameter of an optimizer whose state has a tensor at ``place``; None where it is not known."""
+        """The parameter of an optimizer whose state has a tensor at ``place``; None if it is unknown."""
         entry = place.above
         above = None if entry is None else entry.above
         if entry is None or above is None or above.above is not self.place or above.step != "['state']":
@@ -85,13 +85,12 @@ class Owner:
         return parameters[int(number)] if number.isdecimal() and int(number) < len(parameters) else None
 
     def unlike(self, tokens: Sequence[Token], *, strict: bool, whole: bool) -> str | None:
-        """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed.
+        """Why a state of these tokens cannot be for this object, or None; called before anything is changed.
 
         Args:
             tokens: the state.
             strict: whether an optimizer or a scheduler refuses the state of another class.
-            whole: whether it has to be all of the state of a module, with nothing else in it. Tensors are compared
-                one by one elsewhere.
+            whole: whether it must be exactly the state of a module. Tensors are compared one by one elsewhere.
         """
         if self.kind is None:
             return None
@@ -126,8 +125,8 @@ class Owner:
     def _of_another_class(self, theirs: dict[Any, Any], mine: dict[Any, Any]) -> str | None:
         """Why ``theirs`` is not a state of this object's class, or None.
 
-        torch takes it in silence, or raises when tensors are filled already. Of two classes each has public keys that
-        the other lacks; of two versions of one class, only one has.
+        torch accepts it silently, or raises after tensors have been filled. Two classes each have public keys that the
+        other lacks; of two versions of one class, only one version has such keys.
         """
         theirs_only, mine_only = (
             sorted(key for key in there.keys() - here.keys() if isinstance(key, str) and _is_of_the_class(key))
@@ -144,11 +143,11 @@ class Owner:
         return "an optimizer" if self.kind == "optimizer" else f"a {self.kind}"
 
     def fills(self, value: Any, tie: Any | None) -> None:
-        """Note that ``value``, of the state that a module gave, was filled in place."""
+        """Record that ``value``, from the state of a module, was filled in place."""
         self._filled[id(value)] = None if tie is None else self._own.get(tie)
 
     def give(self, state: Any) -> None:
-        """Give the object its state: a module only if something is left to be done for it.
+        """Give the object its state; a module only if filling its tensors was not enough.
 
         Raises:
             CheckpointError: its ``load_state_dict`` raised.
@@ -165,7 +164,7 @@ class Owner:
             whole = OrderedDict(
                 (key, one) for key, value in state.items() if (one := self._filled.get(id(value), value)) is not None
             )
-            # It has the versions of the modules that were saved.
+            # It holds the saved versions of the modules.
             vars(whole).update(getattr(state, "__dict__", {}))
             self.value.load_state_dict(whole, strict=False)
         except Exception as error:
@@ -180,7 +179,7 @@ class _Unmade:
 
 
 class _Outline(StateBuilder):
-    """Makes a state with something else for its tensors and registered objects."""
+    """Makes a state with placeholders for its tensors and registered objects."""
 
     def tensor(self, _: list[Any]) -> Any:
         return _Unmade()
@@ -196,11 +195,11 @@ class _Outline(StateBuilder):
 
 
 class _Trial(_Outline):
-    """The same, with values of classes that are stored by their structure."""
+    """Like :class:`_Outline`, with values of classes that are stored by their structure."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         codec = self.types.by_name(name)
-        # A deque or long bytes inside their class are a registered type or a tensor.
+        # A deque or long bytes in a subclass are a registered type or a tensor.
         if codec is None or not codec.shallow or type(value) is _Unmade:
             return _Unmade()
         return StateBuilder.typed(self, name, value, attributes)
@@ -211,18 +210,18 @@ def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
 
     Args:
         tokens: the state.
-        framework: the load's. It decides the decoded form of dtypes, which may be keys.
+        framework: that of the load; it decides the decoded form of dtypes, which may be keys.
         types: the types that are known.
 
     Raises:
-        CheckpointError: a class is not the one that was saved.
+        CheckpointError: a class differs from the saved one.
     """
     if any(type(token) is list and token[0] == "type" and token[1] != ATTRIBUTED for token in tokens):
         unflatten(tokens, _Trial(framework, types=types))
 
 
 class WithObjects(StateBuilder):
-    """Makes the state, with objects in their places, and notes the state of each.
+    """Makes the state, with objects in their places, and collects the state of each.
 
     Args:
         framework: see :class:`.StateBuilder`.
@@ -245,7 +244,7 @@ class WithObjects(StateBuilder):
         super().__init__(framework, tensors, composed, types=types)
         self.states: list[tuple[Owner, Any]] = []
         self._inside = [(tokens[start:end], owner) for start, end, owner in regions]
-        #: The structure without them: a token for each object.
+        #: The structure without the objects' states: a token for each object.
         self.tokens: list[Token] = []
         at = 0
         for number, (start, end, _) in enumerate(regions):
@@ -259,7 +258,7 @@ class WithObjects(StateBuilder):
         if token is HOLE_TOKEN:
             return HOLE
         tokens, owner = self._inside[_NUMBER - token[1]]
-        # It takes its tensors from the same iterator, in the order of the whole structure.
+        # It reads its tensors from the same iterator, in the order of the whole structure.
         builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
         self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

@@ -1,7 +1,7 @@
-"""Spans and metrics of operations, through the API of OpenTelemetry; its SDK, if any, is the program's.
+"""Spans and metrics of operations, through the API of OpenTelemetry; the program supplies the SDK, if any.
 
-Spans are made when the operation has ended, from its report: no clock runs beside the one that the report has. So the
-number of calls does not depend on how much was written. docs/monitoring.md lists all names.
+Spans are made from the report after the operation has ended: their times are the report's. So the number of calls does
+not depend on the amount written. docs/monitoring.md lists all names.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from .ended import Ended
 
-#: Names that dashboards for Megatron-LM know: spans of the training loop, then phases.
+#: Names that dashboards for Megatron-LM use: spans of the training loop, then phases.
 _HELD: Final = {"save": "megatron.checkpoint.save", "load": "megatron.checkpoint.load"}
 _PHASES: Final = {
     ("save", "plan"): "megatron.checkpoint.save.state_dict",
     ("save", "write"): "megatron.checkpoint.save.io_write",
     ("load", "read"): "megatron.checkpoint.load.io_read",
 }
-#: Bounds of the histograms, in seconds and in bytes per second: by default those of milliseconds.
+#: Bounds of the histograms, in seconds and in bytes per second: OpenTelemetry's defaults are for milliseconds.
 _DURATIONS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 _STALLS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _RATES: Final = (1e8, 2.5e8, 5e8, 7.5e8, 1e9, 1.5e9, 2e9, 3e9, 4e9, 6e9, 8e9, 1e10, 1.5e10, 2e10, 5e10, 1e11)
@@ -40,7 +40,7 @@ class Exporter:
     """The tracer and the instruments of an operation.
 
     Args:
-        tracer: takes the spans.
+        tracer: receives the spans.
         meter: makes the instruments.
     """
 
@@ -55,7 +55,7 @@ class Exporter:
         self._stall = meter.create_histogram(
             "fastckpt.operation.stall",
             unit="s",
-            description="Time for which a save held its caller.",
+            description="Time for which a save blocked its caller.",
             explicit_bucket_boundaries_advisory=_STALLS,
         )
         self._rate = meter.create_histogram(
@@ -74,7 +74,7 @@ class Exporter:
     def export(self, ended: Ended) -> None:
         """One span with a span for each phase, below the current one; and the metrics."""
         begin = ended.at - round(ended.seconds * 1e9)
-        # Megatron-LM wraps this span in spans of its own: the time must not be counted twice under their names.
+        # Megatron-LM wraps this span in its own spans: the time must not be counted twice under their names.
         around = getattr(trace.get_current_span(), "name", "")
         theirs = not around.startswith("megatron.checkpoint.")
         span = self._tracer.start_span(f"fastckpt.{ended.operation}", start_time=begin)
@@ -131,7 +131,7 @@ class Exporter:
 
 
 def _attributes(ended: Ended) -> dict[str, Any]:
-    """The attributes of the operation's span; those that are None are left out."""
+    """The attributes of the operation's span, without those that are None."""
     report = ended.report
     found: dict[str, Any] = {"fastckpt.path": ended.path, "fastckpt.asynchronous": ended.asynchronous}
     if report is not None:
@@ -147,7 +147,7 @@ def _attributes(ended: Ended) -> dict[str, Any]:
 
 
 def _conclude(ended: Ended, span: Span) -> None:
-    """How it ended."""
+    """Set the status of the span."""
     error, failure = ended.error, _failure(ended)
     if isinstance(error, CancelledError):
         span.set_attribute("fastckpt.cancelled", True)
@@ -159,7 +159,7 @@ def _conclude(ended: Ended, span: Span) -> None:
 
 
 def _failure(ended: Ended) -> str | None:
-    """The kind of failure, from a small set of names: an errno, a class, or ``damage``; None where there is none."""
+    """The kind of failure, from a small set of names: an errno, a class, or ``damage``; None without a failure."""
     error, report = ended.error, ended.report
     if isinstance(error, OSError) and error.errno is not None:
         return errno.errorcode.get(error.errno, "OSError")
@@ -173,5 +173,5 @@ _exporter = Exporter(trace.get_tracer("fastckpt", _core.__version__), metrics.ge
 
 
 def export(ended: Ended) -> None:
-    """Give an operation that has ended to the SDK of the program."""
+    """Export an operation that has ended to the SDK of the program."""
     _exporter.export(ended)

@@ -12,7 +12,7 @@ Framework: TypeAlias = Literal["auto", "torch", "numpy"]
 
 
 def one_of(argument: str, words: tuple[str, ...]) -> Callable[[str, Any], str]:
-    """The check of an argument that is one of these words; a member of an enum of texts is its text."""
+    """The check of an argument that must be one of these words; a member of a string enum counts as its string."""
 
     def check(operation: str, given: Any) -> str:
         if given not in words:

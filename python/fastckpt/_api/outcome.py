@@ -27,7 +27,7 @@ _told: set[str] = set()
 
 
 def until_settled(read: Callable[[], _T]) -> _T:
-    """The result of ``read``, which starts again if a save has replaced the checkpoint."""
+    """The result of ``read``, which restarts if a save has replaced the checkpoint."""
     give_up = time.monotonic() + _REPLACED_WAIT
     while True:
         try:
@@ -38,7 +38,7 @@ def until_settled(read: Callable[[], _T]) -> _T:
 
 
 def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
-    """Warn of unknown types, whose values come back in their stored form."""
+    """Warn of unknown types, whose values are returned in their stored form."""
     listed = list(names)
     shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
@@ -48,7 +48,7 @@ def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
     )
 
 
-#: How many types a warning lists, and how much of each name.
+#: The most types in a warning, and the most characters of each name.
 _LISTED, _SHOWN = 20, 200
 
 
@@ -75,12 +75,12 @@ def tell(report: Report) -> None:
 
 
 class Attempt:
-    """Inside, an operation runs; where it ends by an error, that is exported.
+    """A context for an operation: if it ends with an error, the error is exported.
 
     Args:
         operation: ``save``, ``load`` or ``verify``.
         path: the checkpoint's directory, absolute.
-        asynchronous: whether this is the call that begins a save in the background.
+        asynchronous: whether this call begins a save in the background.
     """
 
     __slots__ = ("_asynchronous", "_began", "_operation", "_path")

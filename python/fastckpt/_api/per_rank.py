@@ -52,12 +52,12 @@ def load_state_of(
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: the rank whose state is wanted; None for the state of ``own``.
-        own: this rank, and how many there are.
-        registry: types that this call knows.
+        rank: the rank whose state to load; None for this rank.
+        own: this rank, and the number of ranks.
+        registry: the types for this call.
 
     Raises:
-        KeyError: no rank saved a state of its own.
+        KeyError: no rank saved a ``per_rank`` state.
         ValueError: the number of ranks has changed.
     """
     source = place_of(_OPERATION, path)
@@ -71,12 +71,12 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None, registry: 
     reader = open_reader(_OPERATION, source)
     states = states_of(_OPERATION, reader)
     if not states:
-        raise KeyError(f"{_OPERATION}: {source}: no rank saved a state of its own, with per_rank=")
+        raise KeyError(f"{_OPERATION}: {source}: no rank saved a state with per_rank=")
     if rank is None and own is not None:
         rank, ranks = own
         if ranks != len(states):
             raise ValueError(
-                f"{_OPERATION}: {source}: {len(states)} ranks saved states of their own, and there are {ranks} now: "
+                f"{_OPERATION}: {source}: {len(states)} ranks saved states with per_rank=, and there are {ranks} now: "
                 f"choose one with rank=0 to rank={len(states) - 1}"
             )
     if rank is None or not 0 <= rank < len(states):
@@ -93,6 +93,6 @@ def read_state(reader: _core.Reader, source: str, tokens: list[Token], registry:
     targets = Targets(stored, "auto")
     targets.make(check.found)
     with ticker("load", source, shown=False) as tick:
-        # Each process reads a different part of the file: nothing can be shared through the page cache.
+        # Each process reads a different part of the file: the page cache has nothing to share.
         reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=tick)
     return unflatten(tokens, StateBuilder("auto", targets.values(), types=types), operation=_OPERATION)

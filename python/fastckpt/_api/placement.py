@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
-#: Dtypes that can be requested, and those that can be cast: numpy's in any byte order, too.
+#: Dtypes that can be requested, and dtypes that can be cast: numpy's in any byte order, too.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
 _WHOLE = r"bool|u?int\d+|[<>|][biu]\d+"
 _SAVED = "saved"
-#: Bytes of the state of a random generator of torch's: of a GPU, of the CPU.
+#: Bytes of the state of torch's random generators: on a GPU, on the CPU.
 _RANDOM = frozenset({16, 5056})
 
 
@@ -33,8 +33,8 @@ class Placement:
     """Devices and dtypes by the number of the stored tensor, if they differ from the CPU and the stored dtype.
 
     Attributes:
-        devices: a ``torch.device`` each.
-        dtypes: the name of a dtype each, without ``torch.``
+        devices: the ``torch.device`` of each.
+        dtypes: the name of the dtype of each, without ``torch.``
     """
 
     devices: Mapping[int, Any] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Stock:
         return found
 
     def names(self) -> list[tuple[int, str]]:
-        """The number and the name of each tensor, also of those that are not wanted: a tied one has several names."""
+        """The number and the name of each tensor, even of unwanted ones: a tied tensor has several names."""
         return [(index, name) for _, index, name in aliases(self.tokens, [tensor.name for tensor in self.stored])]
 
 
 def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool) -> Placement:
-    """Resolve ``device`` and ``dtype``, as :func:`fastckpt.load` takes them.
+    """Resolve ``device`` and ``dtype``, as :func:`fastckpt.load` accepts them.
 
     Raises:
         KeyError: a pattern matches nothing, and ``strict`` is set.
@@ -99,7 +99,7 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 
     Args:
         stock: the tensors and values of the checkpoint.
-        dtype: as :func:`fastckpt.load` takes it.
+        dtype: as :func:`fastckpt.load` accepts it.
         strict: whether a pattern that matches nothing is an error.
 
     Raises:
@@ -119,9 +119,9 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 
 
 def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
-    """The same for tensors of integers and booleans whose exact name is in ``dtype``, which patterns do not choose.
+    """As :func:`dtypes_of`, for tensors of integers and booleans whose exact name is in ``dtype``, without patterns.
 
-    Those with a number in ``inner`` are parts of other tensors, and stay unchanged.
+    Tensors with a number in ``inner`` are parts of other tensors, and stay unchanged.
     """
     tensors = stock.tensors(frozenset({"tensor", "array"})).keys() - inner
     return {
@@ -143,7 +143,7 @@ def _by_rule(
     *,
     strict: bool,
 ) -> list[tuple[int, Any]]:
-    """The answer of patterns or a function for each tensor."""
+    """The result of patterns or a function for each tensor."""
     if callable(rule):
         return [(index, rule(info_of(stock.stored[index], token, stock.files))) for index, token in tensors.items()]
     patterns, values = Patterns(argument, rule, stock.operation), list(rule.values())
@@ -198,9 +198,9 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
 
 
 def _stays(stored: StoredTensor, token: list[Any]) -> bool:
-    """Whether this was on the CPU and belongs there: the state of a random generator, or an optimizer's ``step``.
+    """Whether this was on the CPU and must stay there: the state of a random generator, or an optimizer's ``step``.
 
-    torch refuses a random state that is on a GPU, and each step of an optimizer would read its number back from there.
+    torch refuses a random state that is on a GPU, and each optimizer step would copy its number back from there.
     """
     if token[0] != "tensor" or device_of(token) != "cpu":
         return False
@@ -223,17 +223,17 @@ def _dtypes(
         found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
         return [(index, None if value is None else floating(value, stock.operation)) for index, value in found]
     name = floating(dtype, stock.operation)
-    # A dtype with few bits cannot count the steps of an optimizer: torch, too, leaves its step unchanged.
+    # A dtype with few bits cannot count the steps of an optimizer: torch leaves its step unchanged, too.
     return [(index, name) for index in tensors if not _counts(stock.stored[index])]
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Whether ``dtype=`` converts one of these dtypes to the other."""
+    """Whether ``dtype=`` can cast the first of these dtypes to the second."""
     return re.fullmatch(_CASTABLE, source) is not None and re.fullmatch(_FLOATING, target) is not None
 
 
 def floating(dtype: Any, operation: str = "load") -> str:
-    """The name of a floating-point dtype of torch or numpy, or of one of that name; ValueError for anything else."""
+    """The name of a floating-point dtype, given as torch's, as numpy's or by name; ValueError for anything else."""
     name = (dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
     if re.fullmatch(_FLOATING, name) is None:
         like = PLAIN_NAMES.get(name.upper().replace("FP", "F"), "")

@@ -35,7 +35,7 @@ class Prepared:
         numbers: with ``mmap``, the tensors whose bytes are wanted.
         missing: names of values that only ``into`` has, and patterns that match nothing.
         unexpected: names of tensors that only the checkpoint has.
-        unwanted: the numbers of those.
+        unwanted: the numbers of the ``unexpected`` tensors.
     """
 
     def __init__(self, settings: LoadSettings, types: Types, tokens: list[Token], targets: Targets) -> None:
@@ -50,7 +50,7 @@ class Prepared:
         self.unwanted: set[int] = set()
 
     def build(self) -> Any:
-        """Once all has been read: the state, which is ``into`` where that was given.
+        """After everything has been read, the state, which is ``into`` if that was given.
 
         Raises:
             CheckpointError: an object in ``into`` refused its state.
@@ -70,25 +70,25 @@ def prepare(
     spreads: Spreads | None = None,
     shared: bool = False,
 ) -> Prepared:
-    """Find out what has to be read, and allocate the memory for it.
+    """Determine what must be read, and allocate the memory for it.
 
     Args:
         reader: the checkpoint.
         source: its path, for messages.
         settings: the options of the load.
         into: the state to fill; None for a new one.
-        target: the class that takes the requests.
+        target: the class that collects the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
 
     Raises:
-        MemoryError: it would take more than this process may have.
+        MemoryError: it needs more memory than this process may use.
     """
     with paused():
         stored = reader.tensors()
     every = parse(reader.structure())
     selection, renaming, types, strict = settings.selection(), settings.renaming(), settings.types(), settings.strict
-    # Types are looked up only in what was chosen: the rest may belong to another program.
+    # Types are looked up only in the chosen part: the rest may belong to another program.
     check = Validator(stored, types=types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
@@ -145,7 +145,7 @@ def _numbers(tokens: Iterable[list[Any]]) -> list[int]:
 
 
 def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
-    """A structure with other tokens at some positions, except for the sizes of containers."""
+    """A structure with some tokens replaced, except for the sizes of containers."""
     out = list(tokens)
     for position, token in zip(positions, others, strict=True):
         if type(token) is str:

@@ -9,16 +9,16 @@ from .io import IO, Engine, check_io
 
 
 def probe(path: AnyPath = ".", *, io: Engine | IO = "auto") -> _core.Probe:
-    """Try in a directory the steps of a save: the engine, direct I/O, the renames of a commit.
+    """Try the steps of a save in a directory: the engine, direct I/O, the renames of a commit.
 
-    Takes less than a tenth of a second. It leaves nothing behind. :func:`fastckpt.tools.doctor` explains the answers.
+    This takes less than 0.1 s and leaves nothing behind. :func:`fastckpt.tools.doctor` explains the results.
 
     Args:
         path: the directory for checkpoints.
         io: as for :func:`fastckpt.save`.
 
     Returns:
-        The answers. A directory that cannot be used is an answer, not an error.
+        The results. A directory that cannot be used is a result, not an error.
 
     Raises:
         ValueError: ``io`` or ``FASTCKPT_IO`` is not an engine, or ``path`` is a URL.

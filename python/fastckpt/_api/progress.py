@@ -18,7 +18,7 @@ from .outcome import logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds between lines in the log: a shorter operation logs only its report.
+#: Seconds between progress lines in the log: a shorter operation logs only its report.
 LOG_INTERVAL = 10.0
 
 #: The deadline of the operations in this context, by time.monotonic.
@@ -27,10 +27,10 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Have operations of the calling thread that are not done then raise TimeoutError, and undo their work.
+    """Make operations of the calling thread that are unfinished at a deadline raise TimeoutError and undo their work.
 
     Args:
-        deadline: by ``time.monotonic``; infinite for as long as they take.
+        deadline: by ``time.monotonic``; infinite for no deadline.
     """
     if time.monotonic() >= deadline:
         raise TimeoutError("no time is left")
@@ -74,7 +74,7 @@ def _log(label: str, path: str) -> Callable[[int, int], None]:
             return
         due = now + LOG_INTERVAL
         rate = done / (now - began)
-        left = f"about {(total - done) / rate:.0f} s left" if rate else "nothing moves"
+        left = f"about {(total - done) / rate:.0f} s left" if rate else "no progress"
         share = 100 * done / total if total else 0.0
         logger.info(
             "%s: %s of %s (%.0f %%) after %.0f s, %.2f GB/s, %s: %s",

@@ -1,4 +1,4 @@
-"""Random states: what Python, numpy and torch draw next."""
+"""Random states of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Randomness:
     """The global random generators of this process, as an object with a state; made by :func:`fastckpt.randomness`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of Python's, numpy's and, if it was imported, torch's generators, of all devices in use."""
+        """Return the states of the generators of Python, numpy and, if it was imported, torch on all devices in use."""
         torchs = torch_for("random states").random_states() if "torch" in sys.modules else {}
         return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torchs}  # noqa: NPY002 - the global one
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the generators draw what followed a call of :meth:`state_dict`.
+        """Restore the generators to the states that a call of :meth:`state_dict` returned.
 
         Args:
-            state: its result. Generators of devices that are not here are left out.
+            state: its result. Generators of missing devices are left out.
         """
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])  # noqa: NPY002 - the global one
@@ -32,13 +32,13 @@ class Randomness:
 
 
 def randomness() -> Randomness:
-    """Make what Python, numpy and torch draw next a part of a state.
+    """Make the random generators of Python, numpy and torch a part of a state.
 
-    Each of several ranks has its own random state: pass it in ``per_rank``.
+    In a job each rank has its own random state: pass it in ``per_rank``.
 
     Returns:
-        An object with ``state_dict`` and ``load_state_dict``: saved, it is the states of the global generators at that
-        moment; in ``into`` of a load, or by its ``load_state_dict``, they repeat their draws from there on.
+        An object with ``state_dict`` and ``load_state_dict``: a save stores the states of the global generators at that
+        moment; ``into`` of a load, or its ``load_state_dict``, restores them.
 
     Example:
         >>> import fastckpt, random

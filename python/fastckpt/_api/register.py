@@ -18,8 +18,8 @@ def register_type(
 
     Named tuples, dataclasses, enums, subclasses of built-in types and tensor subclasses that wrap others are saved
     without registration. They come back as their class only if the loading program has declared it, under the same
-    name: a checkpoint never causes any other import or call. The class is matched exactly: a subclass is declared by
-    itself.
+    name: a checkpoint never triggers any other import or call. The class is matched exactly: declare a subclass
+    separately.
 
     Without ``encode`` and ``decode``, an instance is stored and rebuilt from its fields: no ``__init__`` runs.
     Fields that the checkpoint lacks take their defaults; fields that the class lacks are an error.
@@ -28,11 +28,11 @@ def register_type(
         cls: the class.
         encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
             ``decode``, for a class of one of the kinds above.
-        decode: turns such a value back into an instance.
+        decode: turns the result of ``encode`` back into an instance.
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:
-        TypeError: ``cls`` is not a class, or is of none of these kinds, and ``encode`` or ``decode`` is not callable.
+        TypeError: ``cls`` is not a class, or is of none of these kinds and lacks a callable ``encode`` and ``decode``.
         ValueError: the type is supported without registration, or another class has that name.
 
     Example:

@@ -1,4 +1,4 @@
-"""Reports of operations, frozen, printable, loggable."""
+"""Reports of operations: frozen, printable, loggable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fixed(dict[str, Any]):
         return type(self), (dict(self),)
 
 
-#: Names of :meth:`Report.scalars`, and the attributes that they come from, where a report has them.
+#: Names of :meth:`Report.scalars`, and the attributes of a report that they come from, if it has them.
 _FIGURES: Final = {
     "seconds": "seconds",
     "stall_seconds": "stall",
@@ -53,7 +53,7 @@ class Report:
     Attributes:
         operation: ``save``, ``load`` or ``verify``.
         path: the checkpoint's directory, absolute.
-        bytes: bytes of tensor data moved; of a mapped load those checked.
+        bytes: bytes of tensor data moved; for a mapped load, bytes checked.
         seconds: wall-clock seconds of the whole call.
         phases: seconds by phase, in order: ``plan``, ``write`` or ``read``, and for a save ``fsync`` and ``commit``;
             with a base, ``compare`` before ``write``.
@@ -64,7 +64,7 @@ class Report:
         thread_bytes: bytes that each of those threads moved.
         blocks: blocks by I/O path: ``zero-copy`` (direct I/O between the tensor and the disk), ``staged`` (direct I/O
             through a staging buffer), ``buffered`` (through the page cache).
-        paths: the same blocks by I/O path and reason, those that occurred: ``{"staged: small tensors": 12}``.
+        paths: the same blocks by I/O path and reason, without zeros: ``{"staged: small tensors": 12}``.
         copied: bytes that the processor copied: through staging buffers, and between memory and the page cache.
         shards: number of shards touched.
         tensors: number of tensors.
@@ -88,7 +88,7 @@ class Report:
     tensors: int
 
     def __init_subclass__(cls) -> None:
-        """Show the attributes of all reports in the docstring of each."""
+        """Add the attributes that all reports have to the docstring of each class."""
         if cls.__doc__ is not None:
             common = textwrap.dedent((Report.__doc__ or "").partition("Attributes:\n")[2].rstrip())
             # From Python 3.13 on, docstrings come without their common indentation.
@@ -169,15 +169,15 @@ class SaveReport(Report):
         linked_bytes: bytes of tensor data in them. ``bytes`` are those that were written.
         rank: this rank in the process group.
         ranks: how many ranks saved together.
-        bytes_total: bytes of tensor data that all ranks have written.
+        bytes_total: bytes of tensor data that all ranks wrote.
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
-        bytes_host: of these, bytes that it read in the memory of ranks of its host, so that they did not travel.
-        host_fallback: why others of its host sent their bytes over the network; empty if none did.
-        peers: ranks that it exchanged bytes with.
-        team: approximate number of ranks that collected their pieces before they wrote them (``FASTCKPT_AGGREGATE``); 1
-            if each rank wrote its own.
-        grain: the writer of a file could change at multiples of this many bytes; 0 for a save of one process.
+        bytes_host: of these, bytes that it read from the memory of ranks on its host, not over the network.
+        host_fallback: why other ranks on its host sent their bytes over the network; empty if none did.
+        peers: number of ranks that it exchanged bytes with.
+        team: approximate number of ranks that merged their pieces before the write (``FASTCKPT_AGGREGATE``); 1 if each
+            rank wrote its own.
+        grain: the writer of a file can change only at multiples of this many bytes; 0 for a save of one process.
     """
 
     operation: ClassVar[str] = "save"
@@ -220,13 +220,13 @@ class SaveReport(Report):
 class LoadReport(Report):
     """The result of one load.
 
-    In a load of several ranks, ``bytes`` are those that this one requested.
+    In a load of several ranks, ``bytes`` are the bytes that this rank requested.
 
     Attributes:
         {attributes}
         missing: with ``strict=False``, names of tensors and objects in ``into`` that the checkpoint lacks, and patterns
             of ``keys`` that match nothing.
-        unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
+        unexpected: with ``strict=False``, the names of tensors of the checkpoint for which ``into`` has no place.
         rank: this rank in the process group.
         ranks: how many ranks loaded together.
         bytes_storage: bytes that this rank read from storage, for itself or for others.

@@ -1,4 +1,4 @@
-"""Reuse of an earlier checkpoint by a save: ``base=``, and what is frozen."""
+"""Reuse of an earlier checkpoint by a save: ``base=``, and frozen tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether new tensors fit into the memory that the control groups of this process leave.
 
-A load fills all the memory that it makes. Beyond the limit the kernel kills the process without a message, and may take
-the job with it; an error names the remedy.
+A load fills all the memory that it allocates. Beyond the limit the kernel kills the process without a message, and
+perhaps the job; an error names the remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastckpt._text import size
 
 from .outcome import logger
 
-#: Loads of fewer bytes fit anywhere and are not checked.
+#: Loads of fewer bytes are not checked: they fit anywhere.
 _LITTLE = 64 << 20
 #: From this share of the remaining memory on, a load logs a warning.
 _NEAR = 0.9
@@ -23,12 +23,12 @@ _NEAR = 0.9
 def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
     """Compare the memory that a load fills with the memory that is left.
 
-    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load alike, in one control group: a warning counts them all.
+    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load equally much, in one control group: a warning counts all.
 
     Args:
         source: the checkpoint, for messages.
         nbytes: bytes of all new tensors in host memory.
-        certain: bytes of them for which no memory of the process is reused.
+        certain: bytes of these for which no memory of the process is reused.
         root: the directory of ``/proc`` and ``/sys``.
 
     Raises:

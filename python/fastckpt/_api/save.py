@@ -40,9 +40,9 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             its result. Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are
             stored once and come back tied. Attributes that a program sets on a Parameter are not stored. docs/states.md
             has a table of all kinds of values.
-        path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save that
-            fails leaves them. An asynchronous save to it that is in flight is finished first.
-        metadata: a state without tensors, which can be read alone: ``{"step": 1000}``.
+        path: the checkpoint's directory, not a URL. Missing directories above it are made durably; a failed save leaves
+            them. The save waits for an asynchronous save in flight to it.
+        metadata: a state without tensors, which can be read separately: ``{"step": 1000}``.
         {options}
 
     Returns:
@@ -65,11 +65,10 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             file name, or one of fastckpt's own.
 
     Warns:
-        RuntimeWarning: a value has a class that this program does not declare, so that a load would refuse it, or a
-            class of ``__main__`` without another name, or an attribute besides the fields of a dataclass cannot be
-            stored, once for each; a filter that turns warnings into errors ends the save before anything is written. Or
-            an earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
-            done.
+        RuntimeWarning: a class of a value is not declared in this program, so that a load would refuse it, or is in
+            ``__main__`` without another name; or an attribute besides the fields of a dataclass cannot be stored. It is
+            given once for each; a filter that turns warnings into errors ends the save before anything is written. Or
+            an earlier asynchronous save failed, and its result was never requested: this save warns of it at its end.
 
     Example:
         >>> import fastckpt, torch
@@ -93,6 +92,6 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
 
 def warn_of_failures() -> None:
-    """Warn of failures whose result was never requested, after a save is safe: the program may be about to end."""
+    """Warn of failures whose result was never requested, once a save is durable: the program may end soon."""
     for failure in in_flight.unasked():
         warn(in_flight.unasked_text(failure))

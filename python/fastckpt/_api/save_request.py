@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SaveRequest:
-    """One save; it changes as the save goes on. :meth:`close` it at the end.
+    """The state of one save, which changes during it. :meth:`close` it at the end.
 
     Attributes:
         operation: the word that error messages begin with.
@@ -36,16 +36,16 @@ class SaveRequest:
         settings: how it is saved.
         step: the training step, for the live counters.
         metadata: the metadata, flattened.
-        flat: the state, flattened. Its ``keep`` holds the owners of addresses, and after them those of ``per_rank``.
-        per_rank: the state of this rank alone, flattened; None for nothing.
-        spreads: of the tensors that are spread over ranks.
+        flat: the state, flattened. Its ``keep`` holds the owners of addresses, then those of ``per_rank``.
+        per_rank: this rank's ``per_rank`` state, flattened; None without one.
+        spreads: the spreads of tensors that are spread over ranks.
         movers: the movers of tensors without an address: by their numbers in ``flat``, and after these by those in
             ``per_rank``.
         boxes: of tensors that this rank holds in boxes, by the number in ``flat``: address, bytes and number in
             ``movers`` of each, in the order of its parts.
-        sources: copies them, in their current state; None once they are no longer needed.
+        sources: copies the values of these tensors at that time; None once they are no longer needed.
         tailor: applies ``exclude=`` and ``dtype=``.
-        base: the earlier checkpoint that files are linked of, absolute.
+        base: the absolute path of the earlier checkpoint whose files are linked.
         nice: the niceness of the threads that write; None keeps the niceness of the process.
         snapshot: of a save in the background, the copy of the state.
         counters: of a save in the background, its live counters, from the moment at which the copy begins.
@@ -80,7 +80,7 @@ class SaveRequest:
         *,
         began: float,
     ) -> SaveRequest:
-        """A save whose state is still to be added.
+        """A save without its state, which is added later.
 
         Raises:
             UnsupportedTypeError: the metadata holds a value that cannot be saved, or a tensor; the message names its
@@ -98,7 +98,7 @@ class SaveRequest:
 
     @property
     def parts(self) -> list[Flat]:
-        """The flattened parts of the state: that of all ranks, and that of this one."""
+        """The flattened parts of the state: the common one, and that of this rank."""
         return [self.flat] if self.per_rank is None else [self.flat, self.per_rank]
 
     def flags(self, names: Iterable[str]) -> list[bool]:
@@ -110,13 +110,13 @@ class SaveRequest:
         return flags_of(self.operation, self.settings.files.frozen, [*names])
 
     def owners(self) -> object:
-        """Return what keeps alive the memory that the core reads, even after a save with a deadline was given up."""
+        """Return the owners of the memory that the core reads, perhaps even after a deadline has ended the save."""
         if self.snapshot is not None or self.settings.io.deadline is None:
             return self.snapshot
         return tuple(one for flat in self.parts for one in flat.keep)
 
     def close(self) -> None:
-        """Let go of the caller's memory: an error's traceback has frames that have this."""
+        """Release the caller's memory: frames in the traceback of an error refer to this object."""
         self.sources = None
         self.movers.clear()
         for flat in self.parts:
@@ -144,13 +144,13 @@ def build_request(
         metadata: see there.
         settings: how it is saved.
         began: when the program called (``time.perf_counter``).
-        per_rank: a state that is this rank's own, without DTensors; None for none.
+        per_rank: a separate state of this rank, without DTensors; None for none.
         spreads: describes tensors that are spread over ranks; without it they are refused.
 
     Raises:
         KeyError: a pattern matches nothing, and this process is alone.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        TypeError, ValueError: ``dtype`` is no dtype; or nothing of the state is left.
+        TypeError, ValueError: ``dtype`` is no dtype, or nothing is left to save.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
     types = Types(operation, settings.registry)
@@ -161,7 +161,7 @@ def build_request(
     try:
         request.spreads = [] if spreads is None else spreads.found
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
-        request.movers = flat.movers  # others than before, where tensors were left out
+        request.movers = flat.movers  # not the earlier ones, if tensors were left out
         if per_rank is not None:
             own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types)
             behind = len(flat.tensors)
@@ -176,7 +176,7 @@ def build_request(
     return request
 
 
-#: Remarks about types that have been made already.
+#: Remarks about types that were already issued.
 _said: set[str] = set()
 
 

@@ -48,7 +48,7 @@ class WriteSettings(Settings):
     given = WriteOptions
 
     overwrite: bool = option(
-        True, as_bool, "replace a checkpoint that is there. Anything else is never replaced.", alike=True
+        True, as_bool, "replace an existing checkpoint. Nothing else is ever replaced.", alike=True
     )
     registry: Registry | None = option(
         None,
@@ -72,18 +72,18 @@ class WriteSettings(Settings):
     )
 
     def alike(self) -> dict[str, Any]:
-        """The options that all ranks of a job have to give alike, by name as errors have it."""
+        """The options that must be equal on all ranks of a job, by their names in errors."""
         files = self.files
         own = {"shard_size=": files.shard_size, "model_key=": files.model_key, "frozen=": files.frozen}
         return Settings.alike(self) | own
 
     def kept(self) -> list[tuple[str, str]]:
-        """The options that a checkpoint keeps, by name, in words."""
+        """The options that a checkpoint records, in words, by name."""
         frozen = self.files.frozen
         return [*Settings.kept(self), *([("frozen", in_short(", ".join(frozen)))] if frozen else [])]
 
     def core(self, **more: Any) -> _core.SaveOptions:
-        """The core's options: these, and those that a save adds."""
+        """The core's options: from these settings, and from the save."""
         own = {
             "overwrite": self.overwrite,
             "files": self.files.beside,
@@ -131,5 +131,5 @@ class SaveSettings(WriteSettings):
     )
 
     def for_writing(self) -> Self:
-        """Without the options that only the walk over the state needs, which may hold much of the program's memory."""
+        """A copy without the options that only flattening needs, which may hold much of the program's memory."""
         return replace(self, registry=None, dtype=None)

@@ -1,4 +1,4 @@
-"""Names that patterns choose: the base of ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device``."""
+"""Selection of names by patterns: for ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastckpt._text import suggest
 if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
 
-#: The most names that are compared with one that matches nothing, and their greatest length.
+#: The most names, and their greatest length, that are compared with a pattern that matches nothing.
 _KNOWN, _LONG = 5000, 500
 
 
@@ -47,7 +47,7 @@ class Patterns:
         self._known: list[str] = []
 
     def first(self, name: str) -> int | None:
-        """The number of the first pattern that matches ``name``, or None. All that match it count as used."""
+        """The number of the first pattern that matches ``name``, or None. All matching patterns count as used."""
         found = None
         for number, match in enumerate(self._matches):
             if match(name):
@@ -65,7 +65,7 @@ class Patterns:
     def check(self) -> None:
         """Raise KeyError for a pattern that has matched nothing."""
         for text in self.unused():
-            # A pattern takes what is below a name, too: names are compared as far as the pattern goes.
+            # A pattern also chooses all names below a match: names are compared up to the depth of the pattern.
             parts = text.count(".") + 1
             near = suggest(text, [*dict.fromkeys(".".join(name.split(".", parts)[:parts]) for name in self._known)])
             if not near.startswith(";"):
@@ -85,7 +85,7 @@ def patterns_of(argument: str, given: Any, operation: str) -> Patterns:
 
 
 def texts_of(argument: str) -> Callable[[str, Any], tuple[str, ...] | None]:
-    """The check of an option that takes patterns; a record of settings has their texts."""
+    """The check of an option that accepts patterns; a record of settings stores them as strings."""
 
     def check(operation: str, given: Any) -> tuple[str, ...] | None:
         return None if given is None else tuple(patterns_of(argument, given, operation).texts)
@@ -94,7 +94,7 @@ def texts_of(argument: str) -> Callable[[str, Any], tuple[str, ...] | None]:
 
 
 class Selection:
-    """The choice that ``keys`` and ``exclude`` make in a checkpoint: everything, if both are None.
+    """The choice that ``keys`` and ``exclude`` make in a checkpoint: everything if both are None.
 
     Raises:
         TypeError: they are neither patterns nor None.
@@ -107,7 +107,7 @@ class Selection:
 
     @property
     def all(self) -> bool:
-        """Whether everything is chosen, whatever its name."""
+        """Whether everything is chosen."""
         return self.keys is None and self.exclude is None
 
     def takes(self, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Options that several functions take alike, each defined once: its default, its check, its text in help().
+"""Options that several functions share, each defined once: its default, its check, its text in help().
 
-A record of settings is a frozen dataclass whose fields are made by :func:`option`. A function takes the options of a
-record as ``**options``, has :func:`takes` show them in its signature and docstring, and makes the record by
-:meth:`Settings.of` before it looks at the state. The record is passed on whole.
+A record of settings is a frozen dataclass whose fields are made by :func:`option`. A function accepts the options of a
+record as ``**options``, shows them in its signature and docstring by :func:`takes`, and makes the record by
+:meth:`Settings.of` before it reads the state. It passes on the whole record.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _OPTION = "option"
-#: The most characters of an option that a checkpoint keeps.
+#: The most characters of an option that a checkpoint records.
 _LONGEST = 250
-#: How wide the lines of a docstring are.
+#: The width of docstring lines.
 _WIDTH = 120
 
 
@@ -37,9 +37,9 @@ class Option(NamedTuple):
         default: the value without an argument.
         check: called with the operation and the value; returns the value for the record, or raises.
         words: its description, for the docstring.
-        alike: whether all ranks of a job have to give the same.
+        alike: whether it must be equal on all ranks of a job.
         late: whether it is checked after all others.
-        kept: puts a value that is not the default into words, which the checkpoint keeps; None to keep nothing.
+        kept: puts a value other than the default into words, which the checkpoint records; None to record nothing.
     """
 
     default: Any
@@ -74,7 +74,7 @@ def as_bool(_: str, value: Any) -> bool:
 
 
 def in_short(text: str) -> str:
-    """A text as a checkpoint keeps it."""
+    """A text in the form that a checkpoint records."""
     return shortened(visible(text), _LONGEST)
 
 
@@ -103,11 +103,11 @@ class Settings:
         Args:
             operation: the word that error messages begin with.
             given: values by name; a missing one gets its default.
-            door: the function that the caller called, which takes no other arguments than those that :func:`takes`
-                shows; by default the options of the record are all.
+            door: the function that the caller called, whose arguments are those that :func:`takes` shows; by default
+                the options of the record.
 
         Raises:
-            TypeError: it has no argument of a name.
+            TypeError: a name is not one of its arguments.
             Exception: the error of an option's check.
         """
         known = [*cls.options()]
@@ -133,18 +133,18 @@ class Settings:
         ]
 
 
-#: What other libraries call an argument.
+#: Names of arguments in other libraries.
 _ELSEWHERE = {
     "map_location": "device=",
     "max_shard_size": "files=fastckpt.Files(shard_size=...)",
     "force": "overwrite=",
 }
-#: Records of options, by the argument that takes them: their public names, and themselves.
+#: Records of options, by the argument that accepts them: their public names and classes.
 _RECORDS: dict[str, tuple[str, type]] = {}
 
 
 def record_of(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
-    """Note that an argument takes a record of options, so that an error about one of them says where it is."""
+    """Register the record of options of an argument, so that an error about an option names its record."""
 
     def note(record: type[_T]) -> type[_T]:
         _RECORDS[argument] = (public, record)
@@ -154,7 +154,7 @@ def record_of(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def where(name: str, known: Collection[str]) -> str:
-    """The end of an error about an argument that a function does not have: what it is called, or a similar name."""
+    """The end of an error about an unknown argument: where it belongs, its name here, or a similar name."""
     for argument, (public, record) in _RECORDS.items():
         option = inspect.signature(record).parameters.get(name)
         if option is not None and option.kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -170,11 +170,11 @@ def where(name: str, known: Collection[str]) -> str:
 def takes(
     *kinds: type[Settings], like: Mapping[type[Settings], str] | None = None, ranks: bool = False
 ) -> Callable[[_T], _T]:
-    """Show options in the signature and the docstring of a function, or a class, that takes them as ``**options``.
+    """Show options in the signature and docstring of a function or class that accepts them as ``**options``.
 
     Args:
         kinds: their records.
-        like: by record, a function whose docstring describes its options; those of other records are described in full.
+        like: by record, a function whose docstring describes its options; others are described in full.
         ranks: whether several ranks call it together.
     """
 

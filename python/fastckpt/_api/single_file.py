@@ -1,4 +1,4 @@
-"""Files in any format, such as torch's own: written so that they are whole and durable, read back with a check."""
+"""Files in any format, such as torch's own: written whole and durably, read with a check."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from fastckpt.exceptions import CorruptCheckpointError
 
 from .io import IO, Engine, bytes_per_second, check_io
 
-#: The extended attribute in which the core keeps the checksum of such a file, with its length and its time.
+#: The extended attribute in which the core stores the checksum of a file, with its length and modification time.
 _CHECKSUM = "user.fastckpt.crc64nvme"
-#: Errors of files and file systems without it.
+#: Errors of files and file systems without the attribute.
 _WITHOUT = (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
-#: Seconds between two looks whether something has failed.
+#: Seconds between two checks for a failure.
 _LOOK = 0.1
-#: Threads that write: as many as a save with blocking calls has.
+#: Threads that write: as many as in a save with blocking calls.
 _THREADS = 12
-#: Bytes that are allocated ahead: few enough that the blocks on their way keep the device busy meanwhile.
+#: Bytes to allocate ahead: so few that the blocks in flight keep the device busy during the allocation.
 _AHEAD = 64 << 20
 
 
 def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
     """Open a file for writing that appears at its path whole and durable, or not at all.
 
-    It takes bytes in any format, from the beginning to the end. Anything that writes to a file object, such as
+    It accepts bytes in any format, from the beginning to the end. Anything that writes to a file object, such as
     ``torch.save``, can write to it. Threads write large blocks past the page cache. When the file is closed, it is made
-    durable and replaces what is at ``path`` in one step. If the ``with`` block fails, or the process is killed,
-    ``path`` stays as it was. A checksum of the file is kept beside its bytes, in an extended attribute, where the file
-    system has those: see :func:`fastckpt.open_read`.
+    durable and replaces what is at ``path`` in one step. If the ``with`` statement fails, or the process is killed,
+    ``path`` stays as it was. Its checksum is stored in an extended attribute, if the file system supports those: see
+    :func:`fastckpt.open_read`.
 
     Args:
-        path: the path of the file. Directories above it are made. A symbolic link is followed. A file that it replaces
-            passes on its mode.
-        io: how bytes are written: an engine, or an :class:`IO` with ``threads``, by default 12, and
-            ``bandwidth_limit``, with which they are fewer. ``uring`` is as ``threads`` here.
+        path: the path of the file. Directories above it are made. A symbolic link is followed. The new file has the
+            mode of the file that it replaces.
+        io: how bytes are written: an engine, or an :class:`IO` with ``threads``, by default 12 (fewer with a limit),
+            and ``bandwidth_limit``. ``uring`` acts like ``threads`` here.
 
     Returns:
         The file: a context manager with ``write``, ``writelines``, ``tell``, ``close`` and ``discard``. It cannot
         seek, and has no ``fileno``.
 
     Raises:
-        FileExistsError: ``path`` is a directory, or no regular file.
+        FileExistsError: ``path`` is a directory or another file that is not regular.
         PermissionError: the file at ``path`` is write-protected.
         NotImplementedError: this installation has no compiled core.
-        OSError: the storage failed; ``direct`` was asked for, and is refused.
+        OSError: the storage failed; ``direct`` was requested, and direct I/O is refused.
         ValueError: ``path`` is a URL, or an argument is out of range.
 
     Example:
@@ -82,15 +82,15 @@ def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
 
 
 def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
-    """Open a file for reading, after its bytes were compared with the checksum of :func:`fastckpt.open_write`.
+    """Open a file for reading after its bytes have been compared with the checksum of :func:`fastckpt.open_write`.
 
-    The bytes that are compared are in the page cache afterwards, as far as there is memory. A file without a checksum
-    is opened as it is: one of another program, one that was changed since, and a copy that leaves out extended
-    attributes (``cp`` without ``-a``, object stores).
+    The comparison brings the bytes into the page cache, as far as memory permits. A file without a checksum is opened
+    unchecked: a file of another program, a file that was changed later, and a copy without extended attributes (``cp``
+    without ``-a``, object stores).
 
     Args:
         path: the path of the file.
-        verify: whether to compare; if not, this is ``open(path, "rb")``.
+        verify: whether to compare; False gives ``open(path, "rb")``.
 
     Returns:
         The file, as Python's own :func:`open` returns it.
@@ -120,14 +120,14 @@ def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
 
 
 def _local(operation: str, path: AnyPath) -> str:
-    """A path as the system takes it: ``..`` behind a symbolic link is above what that points to."""
+    """A path as the system resolves it: ``..`` after a symbolic link is the parent of the link's target."""
     text = text_of(operation, path)
     refuse_url(operation, text)
     return text
 
 
 class WritableFile(io.BufferedIOBase):
-    """What :func:`fastckpt.open_write` returns. Several threads may write to it; one write ends before the next begins.
+    """The file that :func:`fastckpt.open_write` returns. Several threads may write to it; their writes do not overlap.
 
     Attributes:
         name: the path of the file.
@@ -146,7 +146,7 @@ class WritableFile(io.BufferedIOBase):
         limited = how.bandwidth_limit is not None
         threads = how.threads or (self._pace.threads if limited else _THREADS)
         self._pool = ThreadPoolExecutor(threads, "fastckpt")
-        # Memory for a block each; None until it is needed. Two more than threads: one is being filled.
+        # Memory for one block each; None until it is needed. Two more than threads: one is being filled.
         self._memories: SimpleQueue[Any] = SimpleQueue()
         for _ in range(threads + 2):
             self._memories.put(None)
@@ -154,7 +154,7 @@ class WritableFile(io.BufferedIOBase):
         self._writing = False
         self._at = 0
         self._allocated = 0
-        # The memory of the block that `_at` is in, and by the start of each written block its sum and length.
+        # The memory of the block that `_at` is in; and the checksum and length of each written block by its start.
         self._memory: Any = None
         self._sums: dict[int, tuple[int, int]] = {}
         self._error: BaseException | None = None
@@ -181,12 +181,11 @@ class WritableFile(io.BufferedIOBase):
         Args:
             data: a bytes-like object.
 
-        Returns:
-            Their number.
+        Returns: The number of bytes.
 
         Raises:
             OSError: the storage failed, at this write or at an earlier one.
-            RuntimeError: a signal handler writes to the file that it has interrupted a write to.
+            RuntimeError: a signal handler interrupted a write to the file and writes to it.
             TypeError: ``data`` is not a bytes-like object.
             ValueError: the file is closed, or belongs to the process that this one was forked from.
         """
@@ -199,7 +198,7 @@ class WritableFile(io.BufferedIOBase):
                 self._writing = True
                 self._append(source)
             except BaseException as error:
-                # The file no longer holds what the caller believes it has written.
+                # The file does not hold what the caller believes it has written.
                 self._error = self._error or error
                 raise
             finally:
@@ -207,11 +206,11 @@ class WritableFile(io.BufferedIOBase):
         return len(source)
 
     def close(self) -> None:
-        """Make the file durable, and give it its path. Once more does nothing.
+        """Make the file durable, and give it its path. A second call does nothing.
 
         Raises:
             OSError: the storage failed; ``path`` is as it was, or has the new file, which may not be durable.
-            RuntimeError: a signal handler closes the file that it has interrupted a write to.
+            RuntimeError: a signal handler interrupted a write to the file and closes it.
             ValueError: the file belongs to the process that this one was forked from.
         """
         if self.closed:
@@ -234,7 +233,7 @@ class WritableFile(io.BufferedIOBase):
             super().close()
 
     def discard(self) -> None:
-        """Close the file without giving it its path: the old file stays. Does nothing to one that is closed."""
+        """Close the file without giving it its path: the old file stays. Does nothing if it is closed."""
         if self.closed:
             return
         super().close()
@@ -243,7 +242,7 @@ class WritableFile(io.BufferedIOBase):
         self._error = self._error or ValueError(f"open_write: {self.name} was discarded")
         self._pace.halt()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(ValueError):  # it was to be published
+        with contextlib.suppress(ValueError):  # it was about to be published
             self._file.discard()
 
     def __exit__(
@@ -267,7 +266,7 @@ class WritableFile(io.BufferedIOBase):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Inside, no other thread writes to the file or closes it."""
+        """A context in which no other thread writes to the file or closes it."""
         if os.getpid() != self._process:  # first: another thread may have held the lock when this process was forked
             raise ValueError(f"open_write: {self.name} belongs to the process that this one was forked from")
         with self._lock:
@@ -309,7 +308,7 @@ class WritableFile(io.BufferedIOBase):
         return memory
 
     def _write_blocks(self, source: Any) -> int:
-        """Write the whole blocks that ``source`` begins with; the threads copy them. Returns their length."""
+        """Write the whole blocks at the beginning of ``source``; the threads copy them. Returns their length."""
         blocks: list[_Block] = []
         try:
             for begin in range(0, len(source) - self._block + 1, self._block):
@@ -322,14 +321,14 @@ class WritableFile(io.BufferedIOBase):
                     if self._error is not None:
                         raise self._error
         finally:
-            # The memory is the caller's again: after an error, too, no thread may copy from it.
+            # The caller may reuse the memory: even after an error, no thread may copy from it.
             interrupts = [interrupt for block in blocks if (interrupt := block.give_back()) is not None]
         if interrupts:
             raise interrupts[0]
         return len(blocks) * self._block
 
     def _begin(self, block: _Block) -> None:
-        """Have a thread write a block."""
+        """Make a thread write a block."""
         if block.start + block.nbytes > self._allocated:
             self._allocate(block.start + block.nbytes)
         try:
@@ -338,7 +337,7 @@ class WritableFile(io.BufferedIOBase):
             self._move(block)
 
     def _move(self, block: _Block) -> None:
-        """Copy the bytes of a block to its memory, unless they are there, and write it; of several calls, one does."""
+        """Copy the bytes of a block to its memory, unless they are there, and write it; only one call does."""
         memory = block.claim()
         if memory is None:
             return
@@ -354,18 +353,18 @@ class WritableFile(io.BufferedIOBase):
             self._memories.put(memory)
 
     def _allocate(self, end: int) -> None:
-        # The last block of a file is not followed by anything.
+        # Nothing follows the last block of a file.
         ahead = _AHEAD if end % self._block == 0 else 0
         try:
             self._file.reserve(self._allocated, end + ahead)
             self._allocated = end + ahead
         except OSError:
-            # Perhaps there is room for what is written, and none ahead.
+            # There may be room for the written bytes, but not for bytes ahead.
             self._allocated = sys.maxsize
 
 
 class _Block:
-    """A block on its way, with memory of its own, and perhaps with the caller's memory that it is a copy of.
+    """A block in flight, with its own memory, and perhaps the caller's memory from which it is copied.
 
     Attributes:
         start: its place in the file.
@@ -377,7 +376,7 @@ class _Block:
         self.start = start
         self.nbytes = nbytes
         self.copied = Event()
-        # Whoever takes the memory has the block.
+        # Taking the memory claims the block.
         self._memory = [memory]
         self._source = [] if source is None else [source]
 
@@ -389,7 +388,7 @@ class _Block:
             return None
 
     def copy(self, memory: Any) -> None:
-        """Copy what the caller has."""
+        """Copy from the caller's memory."""
         try:
             if self._source:
                 np.copyto(memory, self._source[0])
@@ -398,7 +397,7 @@ class _Block:
             self.copied.set()
 
     def give_back(self) -> BaseException | None:
-        """Return when no thread reads the caller's memory any more, and none will; what has interrupted this."""
+        """Wait until no thread reads the caller's memory, and none will; returns an exception that came meanwhile."""
         if self.claim() is not None:
             self._source.clear()
             return None
@@ -415,7 +414,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _compare(file: int, path: str) -> None:
-    """Raise CorruptCheckpointError if the file has other bytes than the checksum kept with it."""
+    """Raise CorruptCheckpointError if the bytes of the file do not match its stored checksum."""
     about = os.fstat(file)
     kept = _kept(file, about)
     if kept is None:
@@ -445,7 +444,7 @@ def _compare(file: int, path: str) -> None:
         except RuntimeError:  # no thread can be started: the interpreter is ending
             deque(map(sum_of, numbers), 0)
     found = summed.found()
-    if found != kept and _kept(file, os.fstat(file)) == kept:  # nobody wrote to it meanwhile
+    if found != kept and _kept(file, os.fstat(file)) == kept:  # no process wrote to it meanwhile
         raise CorruptCheckpointError(
             f"open_read: {path} is damaged: the checksum of its bytes is {found}, and was {kept} when it was "
             "written; use another copy, or verify=False to read it as it is"
@@ -453,7 +452,7 @@ def _compare(file: int, path: str) -> None:
 
 
 def _kept(file: int, about: os.stat_result) -> str | None:
-    """The checksum that is kept with a file, if nobody has written to it since."""
+    """The checksum that is stored with a file, if it has not been written to since."""
     if not hasattr(os, "getxattr"):  # not Linux
         return None
     try:

@@ -1,4 +1,4 @@
-"""A save of one process alone. It has no state: a signal handler may save on top of a save, and a forked child too."""
+"""A save of one process. It has no state, so a signal handler may save during a save, and so may a forked child."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SingleProcess:
-    """This process alone."""
+    """This process by itself."""
 
     def agree(self, request: SaveRequest) -> Agreed:
         """Find the model.
@@ -48,7 +48,7 @@ class SingleProcess:
 
 
 class FromSnapshot(SingleProcess):
-    """This process alone, with a copy of the state that it agreed on before.
+    """This process by itself, with a snapshot of the state and the agreement from before.
 
     Args:
         agreed: the earlier agreement.
@@ -60,7 +60,7 @@ class FromSnapshot(SingleProcess):
         self._snapshot = snapshot
 
     def agree(self, _: SaveRequest) -> Agreed:
-        """The earlier agreement; no more bytes are requested from the program."""
+        """The earlier agreement; the program's memory is no longer needed."""
         return self._agreed
 
     def write(

@@ -52,14 +52,14 @@ class Tailor:
 
     Args:
         operation: the word that error messages begin with.
-        exclude: as :func:`fastckpt.save` takes it.
-        dtype: as :func:`fastckpt.save` takes it.
+        exclude: as :func:`fastckpt.save` accepts it.
+        dtype: as :func:`fastckpt.save` accepts it.
 
     Raises:
         TypeError: ``exclude`` is neither patterns nor None.
 
     Attributes:
-        unused: of several ranks, the patterns that match nothing on this one, with their argument.
+        unused: in a job, the patterns that match nothing on this rank, with their argument.
     """
 
     def __init__(self, operation: str, exclude: Any, dtype: Any) -> None:
@@ -71,17 +71,17 @@ class Tailor:
 
     @property
     def excluded(self) -> Callable[[str], bool] | None:
-        """Whether a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
+        """Whether a name is left out: for :func:`.flatten.flatten`. None if nothing is."""
         selection = self._selection
         return None if selection is None else lambda name: not selection.takes(name)
 
     def fit(self, flat: Flat, types: Types, *, strict: bool = True) -> None:
-        """Change a flattened state: no element is converted yet.
+        """Change a flattened state; no element is converted yet.
 
         Raises:
             KeyError: a pattern matches nothing, and ``strict`` is set.
-            TypeError, ValueError: ``dtype`` is no dtype; or nothing of the state is left.
-            UnsupportedTypeError: a tensor cannot be cast, or something that is left cannot be saved.
+            TypeError, ValueError: ``dtype`` is no dtype, or nothing is left to save.
+            UnsupportedTypeError: a tensor cannot be cast, or a remaining value cannot be saved.
         """
         if self._selection is None and self._dtype is None:
             return
@@ -142,7 +142,7 @@ class Tailor:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about casts, for the report. To be asked once everything is written."""
+        """Warnings about casts, for the report; complete once everything is written."""
         names: dict[str, list[str]] = {}
         for tensor, dtype, loss in self._losses:
             if loss.happened():

@@ -1,4 +1,4 @@
-"""The throughput that a process wants, for comparison in the live monitor."""
+"""The target throughput of a process, for comparison in the live monitor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ def set_target(target: str | float) -> tuple[int, int]:
     """Set the throughput that saves and loads of this process should reach; ``fastckpt-top`` compares them with it.
 
     ``FASTCKPT_TOP_TARGET`` in the environment does the same. ``--target`` of ``fastckpt bench`` and of ``fastckpt-top``
-    takes the same text.
+    accepts the same text.
 
     Args:
         target: ``"light"``, ``"medium"`` or ``"high"`` (the tiers of NVIDIA's sizing for DGX H100: 0.75, 1.5 and 3 GB/s
             written, 1, 2 and 4 GB/s read, each per GPU); a rate per GPU for both, bytes per second or a string with a
-            unit (``"2.5GB/s"``); or ``"save=3GB/s,load=4GB/s"``, where either may be missing and is then no target.
-            Upper and lower case are the same. GB is 10^9 bytes.
+            unit (``"2.5GB/s"``); or ``"save=3GB/s,load=4GB/s"``, where either part may be missing, which means no
+            target. Case does not matter. GB is 10^9 bytes.
 
     Returns:
         Bytes per second per GPU of saves and of loads, 0 without a target.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from fastckpt._core import Reader, StoredTensor
 
-#: Where the device of a tensor's token is, if it has one.
+#: The position of the device in a tensor's token, if it has one.
 _DEVICE = 3
 
 
@@ -22,12 +22,12 @@ class TensorInfo:
 
     Attributes:
         name: its name in the checkpoint.
-        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation where torch has none (``>f8``).
+        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation if torch lacks it (``>f8``).
         shape: its sizes.
         bytes: bytes of its data.
         shard: the file that holds it.
         kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
-        device: the device that it was saved from, as ``cuda:0``.
+        device: the device that it was saved from, such as ``cuda:0``.
     """
 
     name: str
@@ -65,7 +65,7 @@ def device_of(token: list[Any]) -> str:
 
 
 def are_equal(reader: Reader, stored: Sequence[StoredTensor], left: int, right: int) -> bool:
-    """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
+    """Whether two stored tensors are equal, as tied tensors are that were stored separately."""
     one, other = stored[left], stored[right]
     logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
     return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(

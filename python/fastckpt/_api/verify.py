@@ -26,7 +26,7 @@ def verify(path: AnyPath, *, io: Engine | IO = "auto") -> VerifyReport:
 
     Returns:
         The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range. Its
-        ``warnings`` name files of other programs there, such as a checkpoint of torch.distributed.checkpoint.
+        ``warnings`` name files of other programs in the directory, such as those of torch.distributed.checkpoint.
 
     Raises:
         CorruptCheckpointError: the manifest itself is damaged, so that nothing is known about the rest.

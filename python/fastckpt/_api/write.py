@@ -1,4 +1,4 @@
-"""The order of the steps of every save, whether one process makes it or several."""
+"""The order of the steps of every save, by one process or several."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Agreed:
         training_prefix: a prefix of names that are never the model's; empty for none.
         frozen: for each tensor, whether it will not change; empty if that is unknown.
         files: further files for the directory.
-        tensors: as the core takes them.
+        tensors: in the core's form.
         structure: the structure of the state, JSON.
         metadata: the structure of the metadata, JSON.
         fill: copies the bytes of tensors without an address; None if all have one. It must not refer to the object that
             holds the core: the garbage collector could not see that cycle.
-        devices: the devices that have some of them.
-        pulled: how many bytes that are.
+        devices: the devices of these tensors.
+        pulled: the number of these bytes.
     """
 
     prefix: str
@@ -63,7 +63,7 @@ class Group(Protocol[_A]):
     def write(
         self, request: SaveRequest, agreed: _A, options: _core.SaveOptions, progress: Callable[[int, int], None], /
     ) -> Mapping[str, Any]:
-        """Write it, and return the core's report; it is durable then, and has its name."""
+        """Write it durably under its final name, and return the core's report."""
 
 
 def write(
@@ -76,7 +76,7 @@ def write(
 
     Args:
         request: the save.
-        group: who saves.
+        group: the processes that save.
         progress: called with bytes written and bytes to write by this process.
         told: called at the end for further fields of the report, and for ``warnings``.
 

@@ -1,4 +1,4 @@
-"""A save that its call begins, and that a thread finishes, or the call if no thread can start."""
+"""A save that a call begins and a thread finishes, or the call itself if no thread can start."""
 
 # ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
 
@@ -32,20 +32,20 @@ _NOTICE = 0.05
 
 
 class BackgroundSave:
-    """The common part of saves of one process and of ranks, which differ in the snapshot and in its writer.
+    """The common part of saves of one process and of ranks, which differ in the snapshot and its writer.
 
     Args:
         request: the save.
-        snapshot: where it is copied to.
-        ranks: those that save together; None for this process alone.
-        operation: what ranks do together, in turns; None for this process alone.
+        snapshot: the destination of the copy.
+        ranks: the ranks that save together; None for one process.
+        operation: the turn of the ranks; None for one process.
 
     Attributes:
         pending: the handle.
-        group: who saves.
+        group: the processes that save.
         snapshot: as given.
         staging: makes the copy.
-        claim: taken by the thread or the call that finishes the save, or gives it up before that.
+        claim: taken by the thread or the call that finishes or abandons the save.
         inline: whether the call finishes it.
     """
 
@@ -67,14 +67,13 @@ class BackgroundSave:
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
-        #: Saves that are writing the checkpoint to compare with. Earlier ones only: two saves that wait for each other
-        #: would wait for ever.
+        #: Saves that are writing the base. Only earlier ones: two saves that wait for each other would deadlock.
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
         """Wait for earlier saves, copy, and start the thread that writes; returns the handle.
 
-        If this raises, as a signal handler may even while the thread starts, the caller calls :meth:`give_up`.
+        If this raises, the caller calls :meth:`give_up`; a signal handler may raise even while the thread starts.
         """
         pending, request = self.pending, self.request
         began = time.perf_counter()
@@ -91,7 +90,7 @@ class BackgroundSave:
         return pending
 
     def give_up(self, error: BaseException) -> bool:
-        """End the save because the call has failed, unless a thread has it; returns whether it has ended."""
+        """End the save because the call has failed, unless a thread has taken it over; returns whether it has ended."""
         if not self.claim.take():
             self.pending.started = True
             return False
@@ -100,18 +99,18 @@ class BackgroundSave:
         return True
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Inside, it is the turn of this save, and other ranks hear of errors."""
+        """A context in the turn of this save, which reports errors to the other ranks."""
         return nullcontext()
 
     def alive(self) -> None:
         """Report that the save is alive while it waits."""
 
     def start(self) -> bool:
-        """Start the thread; whether there is one."""
+        """Start the thread; returns whether it was started."""
         if in_flight.is_exiting():
             return False
         try:
-            # No daemon: the interpreter waits for it at its end, while everything still works.
+            # Not a daemon: the interpreter waits for it at exit, while everything still works.
             threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
@@ -125,14 +124,14 @@ class BackgroundSave:
         if not self.claim.take():
             return
         pending = self.pending
-        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for the one that it
-        # blocks; nor may a handler wait for the call that it has interrupted, and that finishes the save itself.
+        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for a thread that it
+        # blocks; nor may it wait for the interrupted call if that finishes the save itself.
         pending.started = not self.inline
         try:
             pending._finish(self._save())
         finally:
-            # An error's traceback leads here, and the handle has the error: they would live until Python looks for
-            # cycles.
+            # The traceback of the error refers to this frame, and the handle to the error: a cycle until Python
+            # collects it.
             del self, pending
 
     def run_here(self) -> None:
@@ -151,14 +150,14 @@ class BackgroundSave:
             raise error
 
     def _save(self) -> BaseException | None:
-        """Write the snapshot, and release all references; why it failed, or None."""
+        """Write the snapshot, and release all references; returns the error, or None."""
         pending = self.pending
         error: BaseException | None = None
         try:
             try:
                 self.staging.finish()
             except BaseException:
-                # A step may go on before the save's turn comes, because the turn waits for earlier saves.
+                # A step may continue before the save's turn comes, because the turn waits for earlier saves.
                 self.staging.close()
                 pending._set_staged()
                 with self.turn():
@@ -170,7 +169,7 @@ class BackgroundSave:
             error = caught
         finally:
             self.release(error)
-        # If the checkpoint exists, so does the report, however the turn ended.
+        # A checkpoint that exists has a report, however the turn ended.
         return error if pending._report is None else None
 
     def _wait_for_base(self) -> None:
@@ -205,11 +204,11 @@ class BackgroundSave:
         }
 
     def release(self, error: BaseException | None) -> None:
-        """Let go of everything; ``error`` is why the save failed, if it did."""
+        """Release everything; ``error`` is the reason if the save failed."""
         counters = self.request.counters
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
         if self.snapshot.is_left:
-            # Its memory is given back when nothing has it any more.
+            # Its memory is given back when nothing refers to it.
             self.pending._snapshot = None
         self.staging.close()

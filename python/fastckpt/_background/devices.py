@@ -1,4 +1,4 @@
-"""The devices that a save copies from, and the memory of its snapshot, which they must not be left to write to."""
+"""The devices that a save copies from, and its snapshot's memory, to which no device may write after the end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.movers import Copies, Range, Sources
 
-#: Bytes that are requested at a time: the granularity of progress and cancellation, and of steps before memory is
-#: pinned.
+#: Bytes per request: the granularity of progress and cancellation, and of steps before memory is pinned.
 PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
 
 
 def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
-    """For each number below ``count`` a byte: whether its bytes are on a device, or with False whether they are not."""
+    """A byte for each number below ``count``: whether its bytes are on a device, or with False on the host."""
     found = bytearray([not on_device]) * count
     for index in sources.movers:
         found[index] = sources.is_on_device(index) == on_device
@@ -27,7 +26,7 @@ def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
 
 
 class Devices:
-    """The copies from devices that a save requests. Made at the call: copies run after the streams' earlier work.
+    """The copies that a save requests from devices. Made at the call: copies run after the streams' earlier work.
 
     Args:
         sources: copy tensors without an address.
@@ -39,9 +38,9 @@ class Devices:
         self.is_on_device = sources.is_on_device
         self.memory: host_memory.Memory | None = None
         self._pin = pin
-        #: Copies that were requested and not yet waited for, and their bytes.
+        #: Copies that were requested and have not been waited for, and their bytes.
         self._left: list[tuple[Copies, int]] = []
-        #: Whether an exception was raised while copies were being requested, or before they were noted here.
+        #: Whether an exception was raised during a request for copies, or before they were recorded here.
         self._lost = False
         self._is_sound = True
 
@@ -55,16 +54,16 @@ class Devices:
         return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
 
     def pin(self) -> None:
-        """Have the memory pinned in the background. Copies wait for the parts that they need. None may be under way."""
+        """Pin the memory in the background. Copies wait for the parts that they need. None may be in progress."""
         if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies continue on their own once they are requested.
+        """Whether requested copies proceed without the host.
 
         For other memory, the host may have to wait for each copy: CUDA fills that before it returns, and devices
-        without pinning promise nothing.
+        without pinning give no guarantee.
         """
         memory = self.memory
         return memory is not None and memory.registration is not None and memory.is_pinned()
@@ -77,7 +76,7 @@ class Devices:
         return (self.memory.problem,)
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
-        """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
+        """Request copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
         made = []
         for part in _parts(sorted(ranges, key=lambda each: each[2])):
             go_on()
@@ -92,7 +91,7 @@ class Devices:
         """Wait for all copies; ``arrived`` is called with the bytes of each part that has arrived.
 
         Raises:
-            Exception: a device has failed, or ``arrived`` raises. The rest is still to be waited for.
+            Exception: a device has failed, or ``arrived`` raises. The other copies must still be waited for.
         """
         while self._left:
             copies, nbytes = self._left[0]
@@ -101,17 +100,17 @@ class Devices:
             arrived(nbytes)
 
     def settle(self) -> bool:
-        """Wait until nothing writes to the memory any more; returns whether all copies here succeeded.
+        """Wait until nothing writes to the memory; returns whether all copies succeeded.
 
-        It waits only after a save has failed, so any other exception meanwhile, also from a signal handler, is chained
-        to an error that is on its way to the caller, and changes nothing.
+        It waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is chained
+        to an error that the caller gets anyway.
         """
         while self._left:
             try:
                 self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
-            # Not earlier: until then it is known which copies are under way.
+            # Not earlier: before, it is known which copies are in progress.
             self._left.pop()
         if self._lost:
             self._lost = False
@@ -122,11 +121,11 @@ class Devices:
         return self._is_sound
 
     def give_back(self) -> None:
-        """Give the memory back, once nothing is copied to it any more."""
+        """Give the memory back once no copy writes to it."""
         memory, self.memory = self.memory, None
         sound = self.settle()
         if memory is not None:
-            # Memory that a broken device was writing to must not be reused.
+            # Memory to which a failed device was writing must not be reused.
             (memory.give if sound else memory.close)()
 
 

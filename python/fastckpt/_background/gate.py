@@ -1,4 +1,4 @@
-"""A gate that opens once, and measures how long it held those who came before."""
+"""A gate that opens once, and measures how long it blocked waiters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastckpt._api.event import Event
 
 
 class Gate:
-    """An event whose waiters' time is counted, and complete when they go on, whichever thread runs first then."""
+    """An event that counts the time of its waiters; the count is complete before any of them continues."""
 
     __slots__ = ("_event", "_since", "seconds")
 
@@ -23,7 +23,7 @@ class Gate:
         return self._event.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is open; whether it is."""
+        """Wait until it is open, or the time is up; returns whether it is open."""
         if self._event.is_set():
             return True
         token = object()
@@ -36,7 +36,7 @@ class Gate:
                 self.seconds += time.perf_counter() - since
 
     def open(self) -> None:
-        """Release all waiters, now and for ever."""
+        """Release all waiters, present and future."""
         now = time.perf_counter()
         for token in tuple(self._since):
             since = self._since.pop(token, None)

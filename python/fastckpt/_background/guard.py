@@ -12,20 +12,20 @@ from fastckpt._api import in_flight
 
 from .pending import PendingSave
 
-#: Tensors of fewer bytes are copied at the call, also with ``lazy=True``.
+#: Tensors of fewer bytes are copied at the call, even with ``lazy=True``.
 SMALL = 64 << 10
 
 _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
-#: Takes the hook of all optimizers off again, while it is on.
+#: Removes the hook of all optimizers; None if there is no hook.
 _unhook: Callable[[], None] | None = None
 
 
 def hold_steps() -> None:
     """From the first call on, every step of every optimizer waits for the copies of lazy saves.
 
-    The hook stays: Dynamo recompiles steps when it is added or removed. A step that has nothing to wait for spends
-    about a microsecond in it. The steps of all optimizers count: one whose parameters are in no save may be the last
-    that runs before a saved value changes, such as an average of weights.
+    The hook stays: Dynamo recompiles steps when it is added or removed. It takes about a microsecond in a step with
+    nothing to wait for. It holds all optimizers: the step of one whose parameters are not saved may be the last before
+    a saved value changes, such as an average of weights.
     """
     global _unhook  # noqa: PLW0603 - one hook for a process
     if _unhook is None:
@@ -35,7 +35,7 @@ def hold_steps() -> None:
 
 
 def unhook() -> None:
-    """Take the hook off, until the next lazy save."""
+    """Remove the hook, until the next lazy save."""
     global _unhook  # noqa: PLW0603
     if _unhook is not None:
         _unhook()
@@ -43,7 +43,7 @@ def unhook() -> None:
 
 
 def before_step() -> None:
-    """Let a step go on when it can harm no lazy save in flight."""
+    """Let a step continue when it can harm no lazy save in flight."""
     for save in _lazy():
         save._hold_step()  # noqa: SLF001 - guards and handles are one thing in two parts
 
@@ -55,7 +55,7 @@ def wait_for_copies() -> None:
 
 
 def _lazy() -> list[PendingSave]:
-    """The saves in flight that this thread can be held by."""
+    """The saves in flight for which this thread must wait."""
     return [
         save
         for save in in_flight.saves()
@@ -87,19 +87,18 @@ class Guard:
 def guard(module: Any) -> Guard:
     """Make ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before it returns.
 
-    For modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else needs a
-    guard: every step of an optimizer waits for the copy by itself, and tensors under 64 KiB (BatchNorm's statistics)
-    are copied at the call anyway. Code that changes larger tensors by other means calls ``wait_staged()`` of the save
-    first.
+    It is for modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else
+    needs a guard: every optimizer step waits for the copy anyway, and tensors under 64 KiB (BatchNorm's statistics) are
+    copied at the call. Code that changes larger tensors in other ways must first call ``wait_staged()`` of the save.
 
-    It is not a hook, because code that ``torch.compile`` made earlier would not call one. It holds until the module is
-    gone or the guard is removed. This call waits for saves whose copy is still running.
+    It is not a hook, which code compiled earlier by ``torch.compile`` would not call. It lasts until the module is gone
+    or the guard is removed. This call waits for saves whose copy is still running.
 
     Args:
         module: a ``torch.nn.Module``.
 
     Returns:
-        The guard, one for each module: ``remove()`` removes it; as a context manager it removes itself.
+        The guard of the module: ``remove()`` removes it; as a context manager it removes itself.
 
     Raises:
         TypeError: it is not a module.
@@ -124,7 +123,7 @@ def guard(module: Any) -> Guard:
     known = _guards.get(module)
     if known is None:
         known = _guards[module] = Guard()
-        # A save that began before it still has to copy the buffers; later saves know of it.
+        # A save that began earlier still has to copy the buffers; later saves see the guard.
         wait_for_copies()
     return known
 

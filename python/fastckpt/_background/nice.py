@@ -12,7 +12,7 @@ _tried: dict[int, bool] = {}
 
 
 def granted(nice: int | None) -> int | None:
-    """The niceness, if the kernel grants it; a refusal is logged once, and the niceness is left out."""
+    """The niceness, if the kernel grants it, else None; a refusal is logged once."""
     if nice is None:
         return None
     if nice not in _tried:
@@ -20,7 +20,7 @@ def granted(nice: int | None) -> int | None:
             _core.try_nice(nice)
             _tried[nice] = True
         except OSError as error:
-            # If no thread could be started to try it in, nothing is known for the next time.
+            # If no thread could be started for the attempt, the result remains unknown.
             if error.errno != errno.EAGAIN:
                 _tried[nice] = False
             logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)

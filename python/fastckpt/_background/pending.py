@@ -1,4 +1,4 @@
-"""The handle on an asynchronous save, with the reports of its job."""
+"""The handle of an asynchronous save, and the events that its job reports to it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SaveProgress:
     Attributes:
         phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
         staged: bytes of tensors copied to the snapshot.
-        written: bytes of files written, as of the last 0.1 s.
+        written: bytes of files written, at most 0.1 s ago.
         total: bytes of all tensors.
     """
 
@@ -48,8 +48,8 @@ class SaveProgress:
 class PendingSave(in_flight.SaveInFlight):
     """A save that runs in the background; made by :func:`fastckpt.save_async`.
 
-    Methods with names of ``concurrent.futures.Future`` behave the same. ``await pending`` gives the report, too; to
-    cancel the task that waits does not cancel the save.
+    Methods that ``concurrent.futures.Future`` has, too, behave the same. ``await pending`` also returns the report;
+    cancelling the awaiting task does not cancel the save.
 
     Attributes:
         path: the checkpoint's directory, absolute.
@@ -65,7 +65,7 @@ class PendingSave(in_flight.SaveInFlight):
         self.finished = Event()
         #: Opens when the program may change the state.
         self._staged = Gate()
-        #: Opens when a step may go on, provided that its streams wait for the copies that are under way on devices.
+        #: Opens when a step may continue, provided that its streams wait for the copies in progress on devices.
         self._may_step = Gate()
         #: Those copies, in a lazy save.
         self._late: Late | None = None
@@ -81,18 +81,18 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
-        # The caller's: the log line and the span of the save belong to the caller's work.
+        # The caller's context: the log line and the span of the save belong to it.
         self._context = copy_context()
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path!r}: {self._phase()}>"
 
-    # What others ask.
+    # Queries.
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may change: it has been copied, or the save has ended. ``result`` raises the failure.
+        """Wait until the state may change: it has been copied, or the save has ended. ``result`` raises a failure.
 
-        At once where :func:`fastckpt.save_async` was called without ``IO(lazy=True)``. The time counts as stall.
+        Without ``IO(lazy=True)`` it returns at once. The time counts as stall.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -129,8 +129,8 @@ class PendingSave(in_flight.SaveInFlight):
         try:
             raise error
         finally:
-            # The error's traceback has this frame and those of its callers. With the handle in it, which has the error,
-            # they would live until Python looks for cycles.
+            # The traceback of the error has this frame and those of its callers. The handle in it, which has the error,
+            # would make a cycle, and all would live until Python collects cycles.
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -170,10 +170,10 @@ class PendingSave(in_flight.SaveInFlight):
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
     def cancel(self) -> bool:
-        """Stop the save and wait until nothing is left of it: no checkpoint, no temporary file, the old one untouched.
+        """Stop the save and wait until nothing of it is left; the old checkpoint stays.
 
         Returns:
-            Whether the save was stopped; False if it is already durable, or has failed. The answer stays the same.
+            Whether the save was stopped; False if it is already durable, or has failed. A second call returns the same.
         """
         if not self.finished.is_set():
             self._same_process()
@@ -211,7 +211,7 @@ class PendingSave(in_flight.SaveInFlight):
         yield from future.__await__()
         return self.result()
 
-    # What happens.
+    # Events.
 
     def _phase(self) -> str:
         if not self.finished.is_set():
@@ -239,14 +239,14 @@ class PendingSave(in_flight.SaveInFlight):
                 raise
 
     def _stall(self) -> float:
-        """Seconds that training has stopped for this save so far: the call, and waits on the host."""
+        """Seconds for which training has stopped for this save so far: the call, and waits on the host."""
         return self._called + self._may_step.seconds + self._staged.seconds
 
     def _hold_step(self) -> None:
-        """Have a step wait that is about to begin in the calling thread.
+        """Make a step that is about to begin in the calling thread wait.
 
         The host waits for copies of host tensors, and until those of device tensors have been requested; for the latter
-        the thread's streams wait, and the host does not.
+        only the thread's streams wait, not the host.
         """
         if self._staged.is_open():
             return
@@ -263,9 +263,9 @@ class PendingSave(in_flight.SaveInFlight):
         self._staged.open()
 
     def _finish(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Record the end of the save."""
         if error is not None:
-            # The frames below this one would keep the state alive.
+            # The inner frames of the traceback would keep the state alive.
             traceback.clear_frames(error.__traceback__)
             if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
                 error = CancelledError(f"the save to {self.path} was cancelled")
@@ -296,7 +296,7 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            # As text: a handler that keeps records would keep the error, and with it the frames of its callers.
+            # As text: a log handler that keeps records would keep the error, and with it the frames of its callers.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _give(self, report: SaveReport) -> None:
@@ -306,13 +306,13 @@ class PendingSave(in_flight.SaveInFlight):
             logger.exception("%s: on_report of the save raised", self.path)
 
     def _ended(self, error: BaseException | None) -> Ended | None:
-        """For the export."""
+        """Export the end of the save."""
         if error is not None:
             return badly("save", self.path, time.perf_counter() - self._began, error, asynchronous=True)
         return None if self._report is None else well(self._report)
 
     def _abandon(self, error: BaseException) -> None:
-        """The call itself failed: only threads that wait already have this handle."""
+        """The call itself failed: only threads that already wait have this handle."""
         in_flight.leave(self)
         self._late = None
         self._set_staged()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """For one process: its snapshot holds the files, which are laid out at the call."""
+    """The job of one process: its snapshot holds the files, which are laid out at the call."""
 
     def __init__(self, request: SaveRequest) -> None:
         flat, agreed = request.flat, SingleProcess().agree(request)
@@ -37,7 +37,7 @@ class Job(BackgroundSave):
         snapshot = _core.Snapshot(flat.tensors, agreed.structure, agreed.metadata, options, agreed.fill)
         super().__init__(request, snapshot)
         self.group = FromSnapshot(Agreed(prefix=agreed.prefix, frozen=agreed.frozen), snapshot)
-        # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
+        # Hundreds of thousands of strings are freed here, in the caller: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
 
@@ -46,23 +46,23 @@ class Job(BackgroundSave):
 def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveOptions]) -> PendingSave:
     """Write ``state`` to the directory ``path`` in the background; the state may change when this returns.
 
-    The tensors are copied to host memory first, and written from there: durable and whole when ``result()`` of the
-    returned handle returns. The memory is one copy of the state for each save in flight; it is kept for the next save
-    (see :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable.
+    The tensors are first copied to host memory, then written: the checkpoint is durable and whole when ``result()`` of
+    the returned handle returns. Each save in flight needs memory for one copy of the state; it is kept for the next
+    save (see :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If the program never asks, the next ``save_async`` starts its own save and then raises it, with the
-    handle of its own save as attribute ``pending_save``. Without a next one, it is written to stderr when the process
-    ends, also if multiprocessing forked that process.
+    ``result()``. If the program never calls that, the next ``save_async`` starts its own save and then raises the
+    failure, with the handle of the new save as attribute ``pending_save``. Without a next one, it is written to stderr
+    when the process ends, even if multiprocessing forked that process.
 
     Args:
         state: as for :func:`fastckpt.save`.
-        path: as for :func:`fastckpt.save`. It waits for a save to the same path that is in flight.
+        path: as for :func:`fastckpt.save`. The new save waits for one in flight to the same path.
         metadata: as for :func:`fastckpt.save`.
         {options}
 
-    The snapshot has the ``dtype``, and is compared with the ``base``, in the background. The log has no progress lines,
-    as other operations have.
+    Casts to ``dtype`` happen in the copy; the snapshot is compared with ``base`` in the background. Unlike other
+    operations, it logs no progress lines.
 
     Returns:
         A handle on the save.
@@ -119,7 +119,7 @@ def tell_unasked_but(pending: PendingSave) -> None:
             but=pending,
         )
     except BaseException as error:
-        # An exception with slots cannot have a note; Python's own exceptions have none.
+        # An exception with slots cannot have a note; Python's own exceptions have no slots.
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
-#: Number of references to tensors that are dropped at a time, with a pause in which other threads can take the GIL.
+#: Number of references to tensors that are dropped between pauses in which other threads can take the GIL.
 _DROPPED = 500
 #: How many tensors an error names.
 _NAMED = 5
@@ -36,12 +36,11 @@ _NAMED = 5
 class Staging:
     """One snapshot, from tensors to their copies.
 
-    Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
-    references do not see to that: they may go when the call returns. So this holds references of its own until the
-    copies have ended; versions are read from these, too. Each copy is also noted with the allocator
-    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), because a reference does not keep memory that
-    ``untyped_storage().resize_(0)`` gives back, as FSDP does with parameters that it has gathered: the allocator then
-    reuses that memory only after the copy has read it.
+    Memory that a device still reads must neither be changed nor be given to another tensor. The program's references do
+    not ensure that: they may go when the call returns. So this holds references until the copies have ended, and reads
+    the versions from them. Each copy is also recorded with the allocator (``Tensor.record_stream``, in
+    :mod:`fastckpt._tensors.device`), because a reference does not keep memory that ``untyped_storage().resize_(0)``
+    frees, as FSDP does with gathered parameters: the allocator then reuses that memory only after the copy has read it.
 
     Args:
         pending: the handle.
@@ -50,7 +49,7 @@ class Staging:
 
     Attributes:
         devices: the devices to copy from.
-        is_lazy: whether something is copied after the call, or by devices on their own.
+        is_lazy: whether copies continue after the call, or on devices without the host.
         seconds: for how long the state has been copied.
     """
 
@@ -68,7 +67,7 @@ class Staging:
         #: Tensors that are copied in the background: names by number.
         self.late = _countable(request) if request.settings.io.lazy else {}
         self.is_lazy = bool(self.late) or (request.settings.io.lazy and bool(request.sources.devices))
-        #: Late tensors of the host, and their versions at the call.
+        #: Late host tensors, and their versions at the call.
         self._versions: list[tuple[str, Any, int]] = []
         #: Late tensors on devices that have not been requested yet.
         self._unasked: list[Range] = []
@@ -77,7 +76,7 @@ class Staging:
         """Get memory, and copy the tensors that must be copied at the call."""
         self._snapshot.attach(self.devices.take(self._snapshot.nbytes).core)
         if self.is_lazy:
-            # First: a guard that comes meanwhile waits for this save.
+            # First: a guard that is made meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
         with self._timed():
@@ -90,7 +89,7 @@ class Staging:
             self._set_staged()
 
     def finish(self) -> None:
-        """Copy the rest, and let go of the state.
+        """Copy the rest, and release the state.
 
         Raises:
             CancelledError: the save was cancelled.
@@ -106,7 +105,7 @@ class Staging:
         self._refuse(names)
 
     def close(self) -> None:
-        """Give the memory back, once nothing is copied to it any more."""
+        """Give the memory back once no copy writes to it."""
         self.devices.settle()
         self._snapshot.close()
         self.devices.give_back()
@@ -114,7 +113,7 @@ class Staging:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Inside, the state is being copied."""
+        """A context that counts the time of copying the state."""
         began = time.perf_counter()
         try:
             with range_of("fastckpt.stage"):
@@ -123,18 +122,18 @@ class Staging:
             self.seconds += time.perf_counter() - began
 
     def _exempt_guarded(self) -> None:
-        """Copy at the call the buffers that forward of a guarded module may change."""
+        """Make the call copy the buffers that the forward of a guarded module may change."""
         guarded = _guard.guarded()
         if not guarded:
             return
-        # As in a state, so that the parts of a sparse buffer, or of one of a registered type, are found as well.
+        # Flattened like a state, so that the parts of sparse buffers and of registered types are found as well.
         flat = flatten(guarded, operation="guard", observe=True)
         changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
         self.late = {index: name for index, name in self.late.items() if _storage(self._keep[index]) not in changing}
         self.is_lazy = bool(self.late or self.devices.sources.devices)
 
     def _copy_all(self) -> None:
-        """Copy everything, and wait for it."""
+        """Copy everything, and wait for the copies."""
         ranges = self._ranges()
         self.devices.pin()
         is_pinned = self.devices.is_pinned
@@ -155,29 +154,28 @@ class Staging:
         asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
-        # Code other than a step may change these without calling us. So the caller's streams wait now, and those of
+        # Code other than a step may change these without notice. So the caller's streams wait now; the streams of
         # steps, which may be others, wait as for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # Not earlier: these few are copied with the memory as it is, pinned or not, and the call waits for no pinning.
+        # Not earlier: the tensors above are copied to memory that is pinned or not, and the call waits for no pinning.
         if must_pin:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
         if self._unasked and self.devices.is_pinned:
-            # From here on copies need no thread of the host, not even the GIL while forward holds it.
+            # From here on copies need no host thread, and not the GIL, which forward may hold.
             asked.copies += self.devices.ask(self._unasked)
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
         self._rest = bytes(byte and index in late for index, byte in enumerate(rest))
-        # Their memory must stay even if the tensors are given another. Memory that has been copied belongs to the
-        # caller again.
+        # Their memory must stay even if the tensors get other memory. Copied memory belongs to the caller again.
         keep[:] = [keep[index].detach() for index in late]
         if not self._unasked and not any(self._rest):
             self._pending._may_step.open()
 
     def _count(self, *, on_device: bool) -> list[tuple[str, Any, int]]:
-        """Late tensors, and their versions. torch counts a change of a DTensor on it or on its local tensor."""
+        """Late tensors, and their versions. torch counts a change of a DTensor in it or in its local tensor."""
         wholes = self._request.flat.wholes
         return versions_of(
             (name, tensor)
@@ -211,7 +209,7 @@ class Staging:
         return [(index, 0, *places[index]) for index in self._request.movers if self.devices.is_on_device(index)]
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
-        """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
+        """Make the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
         # Copying does not depend on the layout of the files.
         options = core_options(self._request, Agreed(prefix=""))
         try:
@@ -221,7 +219,7 @@ class Staging:
             raise
 
     def _arrive(self, *, last: bool) -> None:
-        """Wait for devices; the ``last`` bytes of all are there then."""
+        """Wait for the devices; after the ``last`` call all bytes have arrived."""
 
         def arrived(nbytes: int) -> None:
             self._snapshot.copied(nbytes)

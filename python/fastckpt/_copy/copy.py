@@ -1,4 +1,4 @@
-"""A checkpoint copied from one place, or several, to another: verified on the way, whole or not there."""
+"""Copies a checkpoint from one or more places to another: verified on the way, complete or absent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .pace import Stop, Tick
 
 
-#: What the live counters call an operation.
+#: The names of operations in the live counters.
 _KINDS = {"copy": "copy", "drain": "drain", "restore": "fetch"}
 
 
@@ -60,35 +60,33 @@ def copy_checkpoint(
 ) -> Copied:
     """Copy a checkpoint; durable and visible as a whole when it returns.
 
-    Files that an interrupted copy has sent are not sent again. A place is an absolute path or a URL, as
+    Files that an interrupted copy sent are not sent again. A place is an absolute path or a URL, as
     :func:`fastckpt._stores.urls.place_of` gives it.
 
     Args:
-        sources: places of the checkpoint, the nearest first. Each file comes from the first source in which it is
-            whole.
+        sources: places of the checkpoint, the nearest first. Each file comes from the first source that has it whole.
         target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
             and the others stay unchanged.
         operation: the name of the operation, for messages: one of ``copy``, ``drain``, ``restore``.
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
         stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
-        tick: called beside it with the bytes that are done, and all bytes of this process's share.
+        tick: called with it, with the bytes done and all bytes of this process's share.
         share: ``(index, count)``, where ``count`` processes copy together. All but the first copy some of the files and
-            return. The first copies its own, waits as long as files of the others arrive, copies the missing ones, and
-            makes the copy visible.
+            return. The first copies its own, waits while files of the others arrive, copies missing files, and makes
+            the copy visible.
         step: the training step, for the live counters.
 
     Returns:
         What was done.
 
     Raises:
-        CancelledError: ``stop`` returned true, or this process must continue at another time: files that were copied
-            stay.
+        CancelledError: ``stop`` returned true, or this process must continue later: copied files stay.
         CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
         ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or a file beside it has another
             length.
         FileNotFoundError: there is no checkpoint at any source.
-        FileExistsError: there is something else at ``target``.
+        FileExistsError: something else is at ``target``.
         OSError: storage failed.
         ValueError: a source holds an entry that cannot be copied: a directory, a link.
     """

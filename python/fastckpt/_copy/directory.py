@@ -1,4 +1,4 @@
-"""A copy to a directory: its files are gathered beside it, and published as one (docs/format.md, 6.4)."""
+"""A copy to a directory: collects its files beside it, then publishes all at once (docs/format.md, 6.4)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToDirectory:
         self._linked: list[int] = []
 
     def has(self, plan: Plan) -> bool:
-        """Whether the checkpoint is there, durably, as far as the manifest and the lengths of the files show.
+        """Whether the checkpoint is there durably, judged by the manifest and the lengths of the files.
 
         Raises:
             OSError: its name cannot be made durable.
@@ -56,20 +56,20 @@ class ToDirectory:
             for about, item in zip(lengths, plan.items, strict=True)
         ):
             return False
-        # The copy that gave it its name may have been killed, or may have failed, before it synced that name.
+        # The copy that named it may have been killed, or may have failed, before it synced that name.
         sync(Path(self._target).parent)
         return True
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Copy a share of the files; the first process then copies missing ones, and publishes all.
+        """Copy a share of the files; the first process then copies missing files, and publishes the checkpoint.
 
         Returns:
-            Bytes that this process needed not move, and warnings.
+            Bytes that this process did not need to move, and warnings.
         """
         try:
             gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
         except FileExistsError as error:
-            # The core's message says save.
+            # The core's message speaks of a save.
             why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
             raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close
@@ -89,7 +89,7 @@ class ToDirectory:
                 leave = gathering.give_up
             gone = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE, errno.EEXIST)
             if gone and not plan.heals(self._target) and self.has(plan):
-                # Another copy of the same checkpoint was faster, and has removed the gathered files.
+                # Another copy of the same checkpoint was faster, and removed the collected files.
                 leave = gathering.give_up
                 return plan.nbytes, []
             raise
@@ -118,7 +118,7 @@ class ToDirectory:
 
 
 def _is_of_no_use(error: BaseException) -> bool:
-    """Whether no later copy could continue with the gathered files, or there is no room for them."""
+    """Whether no later copy could continue with the collected files, or they do not fit on the disk."""
     if isinstance(error, (CancelledError, KeyboardInterrupt, TimeoutError)):
         return False
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST)
@@ -126,7 +126,7 @@ def _is_of_no_use(error: BaseException) -> bool:
 
 
 class _Copied:
-    """A file that is written anew."""
+    """A file that is written."""
 
     def __init__(self, gathering: Gathering, item: Item) -> None:
         self._gathering = gathering

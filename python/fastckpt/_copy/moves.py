@@ -1,4 +1,4 @@
-"""Threads that read files of a checkpoint block by block, sum them and put them somewhere."""
+"""Threads that read files of a checkpoint block by block, compute checksums, and pass the blocks to a destination."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _HUGE = 2 << 20
 
 
 def memory_of(nbytes: int) -> Bytes:
-    """New memory that begins at a page, a huge one if it is as large: a device takes those in few stretches."""
+    """New memory that begins at a page, a huge page if it is large enough: a device needs few segments for those."""
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
-    # Python's default is shared memory, which has none of them.
+    # Python's default is shared memory, which has no huge pages.
     mapped = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)
     begin = -memory.ctypes.data % _HUGE
@@ -44,7 +44,7 @@ def memory_of(nbytes: int) -> Bytes:
 
 
 class UnreadableError(Exception):
-    """A file is damaged, missing or unreadable where it was read.
+    """A file is damaged, missing or unreadable.
 
     Attributes:
         error: why.
@@ -59,17 +59,17 @@ class Sink(Protocol):
     """The destination of one file, block by block."""
 
     def put(self, start: int, data: Bytes) -> int:
-        """Take the bytes from ``start`` on, and return their CRC-64. Threads may call it at once."""
+        """Accept the bytes from ``start`` on, and return their CRC-64. Threads may call this concurrently."""
 
     def end(self, opened: Opened) -> None:
-        """All bytes are there, and they are right."""
+        """End the file: all bytes have arrived and are correct."""
 
     def drop(self) -> None:
-        """They are not, or will not be."""
+        """Discard the file: its bytes are wrong, or will not arrive."""
 
 
 class _File:
-    """A file on its way."""
+    """A file that is being copied."""
 
     def __init__(self, item: Item, source: Source, make: Callable[[Item], Sink], block: int) -> None:
         self.item = item
@@ -130,7 +130,7 @@ def readable(read: Callable[[], _T]) -> _T:
 
 
 def watched(jobs: Sequence[Callable[[], None]], pace: Pace) -> None:
-    """Run each job in a thread of its own, while the calling thread reports progress and checks whether to stop.
+    """Run each job in a separate thread, while the calling thread reports progress and checks whether to stop.
 
     Raises:
         CancelledError: the copy was cancelled.
@@ -188,7 +188,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
 def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
     """The files that could not be read. Other errors are raised."""
     wrong = [file.error for file in files if file.error is not None and not isinstance(file.error, UnreadableError)]
-    # Threads that were stopped by another one only report that they were stopped.
+    # Threads that another thread stopped report only that.
     for error in sorted(wrong, key=lambda error: isinstance(error, CancelledError)):
         raise error
     found = {}
@@ -203,7 +203,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
     """The blocks of a file in order, read ahead by threads. Each is valid until the next one is requested.
 
     Raises:
-        UnreadableError: it is damaged; raised before the last block is given.
+        UnreadableError: it is damaged; raised before the last block is returned.
         CancelledError: the copy was cancelled.
     """
     summed = Summed(source.path_of(item.name), item, pace.block)
@@ -236,7 +236,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
 
 
 def sum_of(item: Item, source: Source, opened: Opened, pace: Pace) -> str:
-    """The sum of a file whose sum is not known."""
+    """The checksum of a file whose checksum is not known."""
     summed = Summed(source.path_of(item.name), item, pace.block)
     memory = memory_of(min(pace.block, item.nbytes))
     for number, (start, nbytes) in enumerate(summed.blocks):

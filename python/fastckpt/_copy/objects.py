@@ -1,4 +1,4 @@
-"""A copy to an object store: its manifest comes last, and without a manifest there is no checkpoint."""
+"""A copy to an object store: its manifest comes last, and without a manifest it is no checkpoint."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Files that are sent at the same time: those sent in parts, which keep the network busy except at their beginning and
-#: end, and those sent whole.
+#: Files that are sent at the same time: files in parts, which keep the network busy except at their beginning and end,
+#: and whole files.
 _LARGE, _SMALL = 4, 8
-#: Seconds between two checks for files that others have sent.
+#: Seconds between two checks for files sent by other processes.
 _EVERY = 1.0
-#: How often files are sent again that another copy removes.
+#: How often files that another copy removes are sent again.
 _TURNS = 5
 
 
@@ -50,9 +50,9 @@ class ToObjects:
         self._objects = Objects.at(operation, target)
 
     def has(self, plan: Plan) -> bool:
-        """Whether the checkpoint is there: the manifest, all files with their lengths, the shards with their sums.
+        """Whether the checkpoint is there: the manifest, all files with their lengths, the shards with their checksums.
 
-        Objects of an earlier copy that was killed after its manifest are removed then.
+        If so, objects of an earlier copy that was killed after its manifest are removed.
         """
         before = self._manifest()
         if before is None or before.content != plan.manifest:
@@ -64,7 +64,7 @@ class ToObjects:
         return True
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Send a share of the files; the first process then sends missing ones, and finally the manifest.
+        """Send a share of the files; the first process then sends missing files, and finally the manifest.
 
         Returns:
             Bytes that this process needed not move, and warnings.
@@ -79,7 +79,7 @@ class ToObjects:
         if share[0]:
             return reused, []
         self._settle(plan, bring)
-        # A copy that begins after this look adds objects that are not in it.
+        # A copy that begins after this listing adds objects that are not in it.
         old = self._old(plan, before, self._objects.sizes())
         if before is None or before.content != plan.manifest:
             self._commit(plan, before)
@@ -88,17 +88,17 @@ class ToObjects:
         return reused, []
 
     def _commit(self, plan: Plan, before: Version | None) -> None:
-        """Replace the old manifest; of several simultaneous copies only one can do that."""
+        """Replace the old manifest; only one of several simultaneous copies can do that."""
         try:
             self._objects.replace(MANIFEST, plan.manifest, _crc64.to_hex(_crc64.of(plan.manifest)), before)
         except FileExistsError:
-            # The answer to a request that was sent twice may be about the first one.
+            # The answer to a repeated request may be about the first request.
             now = self._manifest()
             if now is None or now.content != plan.manifest:
                 raise self._busy() from None
 
     def _settle(self, plan: Plan, bring: Callable[[Sequence[Item]], None]) -> None:
-        """Send again what another copy has removed meanwhile, because it took it for a leftover of an earlier one."""
+        """Send the files again that another copy has removed meanwhile as leftovers of an earlier copy."""
         for _ in range(_TURNS):
             left = self._missing(plan, self._objects.sizes())
             if not left:
@@ -113,7 +113,7 @@ class ToObjects:
             return None
 
     def _missing(self, plan: Plan, sizes: Mapping[str, int]) -> list[Item]:
-        """The files that are not there with their lengths, and the shards that have another sum."""
+        """The files that are missing or have another length, and the shards that have another checksum."""
         files = Layout(plan.manifest, sizes).files
         there = [item for item in plan.items if item.name in files and files[item.name].nbytes == item.nbytes]
         sums = sums_of(self._objects, [files[item.name].name for item in there if item.is_shard])
@@ -124,7 +124,7 @@ class ToObjects:
         """Raise FileExistsError for objects that must not be replaced."""
         names = list(self._objects.sizes())
         for name in names:
-            # A copy keeps its files in a folder of its own.
+            # A copy keeps its files in a separate folder.
             own = "/" in name or (is_ours(name) and name != TORCH_METADATA)
             who = None if own else writer_of(name)
             if who is not None and (before is None or name.endswith(".distcp")):
@@ -145,22 +145,22 @@ class ToObjects:
                 )
 
     def _old(self, plan: Plan, before: Version | None, sizes: Mapping[str, int]) -> list[str]:
-        """The objects of other saves, and of copies that were cut short."""
+        """The objects of other saves, and of interrupted copies."""
         files = Layout(plan.manifest, sizes).files
         used = {MANIFEST, *(files[item.name].name for item in plan.items if item.name in files)}
-        # Another tool may have uploaded the checkpoint that is replaced, without noting checksums.
+        # Another tool may have uploaded the checkpoint to be replaced, without checksums.
         bare = [name for name in sizes if before is not None and is_ours(name) and name not in used]
         return [*leftovers(self._objects, sizes, plan.manifest), *bare]
 
     def _clear(self, names: Sequence[str]) -> None:
-        """Remove them. The copy is whole, whether they go now or later."""
+        """Remove these objects. The copy is whole, whether they go now or later."""
         try:
             self._objects.remove(names)
         except OSError as error:
             logger.warning("%s: leftovers of an earlier copy are not removed: %s", self._target, error)
 
     def _send_each(self, items: Sequence[Item], source: Source, plan: Plan, pace: Pace) -> dict[str, Exception]:
-        """Send files; return the errors of those that could not be read, by name."""
+        """Send files; return the errors of unreadable files, by name."""
         failed: dict[str, Exception] = {}
         folder = folder_of(plan.manifest)
         for in_parts, at_once in ((True, _LARGE), (False, _SMALL)):
@@ -180,7 +180,7 @@ class ToObjects:
         return failed
 
     def _send(self, item: Item, source: Source, folder: str, pace: Pace) -> Exception | None:
-        """Send a file; return why it could not be read."""
+        """Send a file; return an error if it could not be read."""
         moved = 0
 
         def blocks(item: Item, opened: Opened) -> Iterator[Bytes]:

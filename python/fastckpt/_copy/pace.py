@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     Stop: TypeAlias = Callable[[], bool]
     Tick: TypeAlias = Callable[[int, int], None]
 
-#: Bytes that are moved at a time: enough for any disk, and one part of an object.
+#: Bytes per request: enough for any disk, and one part of an object.
 BLOCK = 8 << 20
-#: Threads that move blocks. One or two keep a disk busy; a store takes more.
+#: Threads that move blocks. One or two keep a disk busy; a store needs more.
 THREADS = 4
-#: Bytes per second for which one thread is enough where there is a limit: fewer threads disturb others less.
+#: Bytes per second for which one thread is enough under a limit: fewer threads disturb other programs less.
 _PER_THREAD = 500e6
 _PAGE = 4096
-#: With a limit, a block takes this long at most, so that no burst is longer.
+#: Under a limit, the most seconds for one block, which bounds the length of bursts.
 _BURST = 0.1
 _LEAST = 64 << 10
-#: Time lost to a slow disk that is caught up on.
+#: The most seconds lost to a slow disk that are made up for.
 _SLACK = 0.1
 #: Seconds between two checks whether to stop.
 INTERVAL = 0.1
@@ -36,19 +36,19 @@ INTERVAL = 0.1
 class Pace:
     """Paces all threads of one copy.
 
-    ``wait`` and ``move`` are for the threads, ``look`` is for the one that called.
+    ``wait`` and ``moved`` are for the threads, ``look`` is for the calling thread.
 
     Args:
         limit: bytes per second, or None.
         stop: whether to stop; called by the thread that called the copy, about ten times a second.
-        tick: called beside it with the bytes that are done, and those in all.
+        tick: called with it, with the bytes done and the total.
 
     Attributes:
         block: bytes to move at a time.
         threads: the most threads that move blocks to or from a disk.
-        done: bytes that have been moved, or need not be.
+        done: bytes that have been moved, or did not need to be.
         total: bytes in all.
-        reused: those of them that were there.
+        reused: bytes of ``done`` that were at the target already.
     """
 
     def __init__(self, limit: float | None, stop: Stop | None, tick: Tick | None) -> None:
@@ -69,7 +69,7 @@ class Pace:
         self._stopped = Event()
 
     def book(self, nbytes: int, now: float) -> float:
-        """Seconds to wait before ``nbytes`` are moved."""
+        """Seconds to wait before ``nbytes`` may be moved."""
         if self._limit is None:
             return 0.0
         with self._lock:
@@ -77,7 +77,7 @@ class Pace:
             return self._paid - now
 
     def wait(self, nbytes: int) -> None:
-        """Return when ``nbytes`` may be moved.
+        """Wait until ``nbytes`` may be moved.
 
         Raises:
             CancelledError: the copy was cancelled.
@@ -87,7 +87,7 @@ class Pace:
             raise CancelledError
 
     def moved(self, nbytes: int) -> None:
-        """Count ``nbytes``, which may be negative: those of a file that is to be moved again."""
+        """Count ``nbytes``, which may be negative: for a file that must be moved again."""
         with self._lock:
             self.done += nbytes
 
@@ -109,7 +109,7 @@ class Pace:
 
     @contextmanager
     def shown(self, kind: str, target: str, step: int | None, *, whole: bool) -> Iterator[None]:
-        """Show the copy in the live counters while this block runs; ``whole``: it publishes the checkpoint."""
+        """A context in which the live counters show the copy; ``whole``: it publishes the checkpoint."""
         self._counters = counters = _core.begin_copy(kind, target, step)
         try:
             yield

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """A checkpoint that is at one or several places.
+    """A checkpoint in one or more places.
 
-    The manifest is that of the first source where it is whole. A source with another one is left out. One whose
-    manifest is damaged may still have whole files: each is compared with its checksum.
+    The manifest is the first undamaged one among the sources. A source with another manifest is left out. A source with
+    a damaged manifest may still have whole files: each is compared with its checksum.
 
     Args:
-        sources: where it is, the nearest first.
+        sources: its places, the nearest first.
 
     Attributes:
         manifest: the bytes of the manifest.
@@ -27,8 +27,8 @@ class Plan:
         nbytes: bytes of all files.
 
     Raises:
-        CorruptCheckpointError: no source has a manifest that is whole. FileNotFoundError, another OSError or another
-            CheckpointError, too, as that of the first source.
+        CorruptCheckpointError: no source has an undamaged manifest. FileNotFoundError, another OSError or another
+            CheckpointError, too: the error of the first source.
         ValueError: the contents of a source cannot be copied.
     """
 
@@ -65,7 +65,7 @@ class Plan:
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:
-        """Whether no source has the manifest, and the files beside it with their lengths, any more."""
+        """Whether no source still has the manifest, and the files beside it with their lengths."""
         return not any(map(self._is_as_it_was, self._sources, self._beside))
 
     def _is_as_it_was(self, source: Source, beside: list[Item]) -> bool:
@@ -85,7 +85,7 @@ class Plan:
 
         Raises:
             CorruptCheckpointError: a file is damaged or missing everywhere.
-            OSError: a source could not be read, which may have it.
+            OSError: a source that may have it could not be read.
         """
         left = list(items)
         errors: list[Exception] = []

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .pace import Pace
     from .sources import Item
 
-#: How long no file has to arrive until the first process copies the missing ones: seconds, and a multiple of its own
-#: time for them.
+#: If no file arrives for this long, the first process copies the missing files: seconds, and a multiple of the time for
+#: its own files.
 PATIENCE, TIMES = 10.0, 4
-#: Bytes per second that are assumed if it has copied nothing itself.
+#: Bytes per second to assume if it has copied nothing itself.
 RATE = 50e6
 
 
 def share_of(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
-    """The files that a process copies; the first, which makes the copy visible, copies those without a checksum."""
+    """The files that a process copies. The first, which publishes the copy, copies files without a checksum."""
     index, count = share
     shards = [item for item in items if item.is_shard][index::count]
     return shards if index else shards + [item for item in items if not item.is_shard]
@@ -46,7 +46,7 @@ def bring_share(
         every: seconds between two calls of ``missing``.
 
     Returns:
-        Bytes of the share that were there.
+        Bytes of the share that were at the target already.
     """
     own = share_of(items, share)
     there = {item.name for item in items if item.is_shard} - {item.name for item in missing()}
@@ -70,7 +70,7 @@ def _wait(
     rate: float,
     every: float,
 ) -> None:
-    """Wait as long as files of other processes arrive; then copy the missing ones."""
+    """Wait while files of other processes arrive; then copy the missing ones."""
     before: Sequence[Item] | None = None
     deadline = 0.0
     while left := missing():

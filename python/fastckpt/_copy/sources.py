@@ -31,7 +31,7 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
-#: Smaller files are read through the page cache, which usually has them.
+#: Smaller files are read through the page cache, which usually holds them.
 _SMALL = 1 << 20
 
 
@@ -58,9 +58,9 @@ class Opened(Protocol):
     identity: tuple[int, int] | None
 
     def read_into(self, start: int, memory: Bytes) -> None:
-        """Fill ``memory`` from byte ``start`` on; threads may do so at once.
+        """Fill ``memory`` from byte ``start`` on; threads may call this concurrently.
 
-        CorruptCheckpointError where the file ends before.
+        CorruptCheckpointError if the file ends before.
         """
 
     def close(self) -> None: ...
@@ -81,7 +81,7 @@ class Source(Protocol):
         """The path or the URL of a file of it, for messages."""
 
     def open(self, item: Item) -> Opened:
-        """Open a file, which has to have its length."""
+        """Open a file, which must have its length."""
 
 
 def source_at(operation: str, place: str) -> Source:
@@ -97,9 +97,9 @@ def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
 def _is_beside(name: str, shards: Sequence[Item]) -> bool:
     """Whether a file belongs to a checkpoint whose manifest does not name it.
 
-    Any other name that begins with a dot belongs to a file system, to a tool, or to something unfinished. A shard that
-    the manifest does not name was left by a save into this directory (docs/format.md, 1); but beside shards of a
-    `model`, an adapter is somebody else's.
+    Any other name that begins with a dot belongs to a file system, a tool, or an unfinished operation. A shard that the
+    manifest does not name was left by a save into this directory (docs/format.md, 1); but beside shards of a `model`,
+    an adapter belongs to another program.
     """
     if name.removeprefix(f"{TRAINING}/").startswith(".") and name != TORCH_METADATA:
         return False
@@ -151,7 +151,7 @@ class _Directory:
 
 
 class _LocalFile:
-    """A file, read past the page cache where that can be."""
+    """A file that is read past the page cache if possible."""
 
     def __init__(self, place: str, item: Item) -> None:
         self._path = str(Path(place, item.name))
@@ -224,7 +224,7 @@ def _check(path: str, about: os.stat_result, nbytes: int) -> None:
 
 
 def _open_direct(place: str, name: str, about: os.stat_result) -> int | None:
-    """The same file for direct I/O; None where there is none."""
+    """The same file for direct I/O; None if direct I/O is refused."""
     try:
         file = open_inside(place, name, _FLAGS | _DIRECT)
     except OSError:
@@ -284,7 +284,7 @@ class _Object:
 
 
 class Summed:
-    """The sums of a file's blocks, taken in any order, and compared when there are all."""
+    """The checksums of a file's blocks, in any order, compared when all have arrived."""
 
     def __init__(self, path: str, item: Item, block: int) -> None:
         self.blocks = [(start, min(block, item.nbytes - start)) for start in range(0, max(item.nbytes, 1), block)]
@@ -293,11 +293,11 @@ class Summed:
         self._sums = [0] * len(self.blocks)
 
     def put(self, number: int, crc: int) -> None:
-        """Note the sum of a block."""
+        """Add the checksum of a block."""
         self._sums[number] = crc
 
     def found(self) -> str:
-        """The sum of the whole file, as 16 digits."""
+        """The checksum of the whole file, as 16 digits."""
         lengths = (nbytes for _, nbytes in self.blocks)
         return _crc64.to_hex(_crc64.joined(_crc64.of(b""), zip(self._sums, lengths, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Work after a checkpoint becomes durable: update ``latest``, measure, remove old ones."""
+"""Work after a checkpoint becomes durable: update ``latest``, measure, remove old checkpoints."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def seconds_until(end: float) -> float | None:
-    """Seconds from now to ``end``, by ``time.monotonic``; None if it never comes."""
+    """Seconds from now to ``end``, by ``time.monotonic``; None if ``end`` is infinite."""
     return None if end == math.inf else max(0.0, end - time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
 class AfterSave:
-    """Does the work after a durable save, outside the training thread wherever it can.
+    """Does the work after a durable save, outside the training thread if possible.
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
@@ -48,15 +48,15 @@ class AfterSave:
     leftovers: Leftovers
     drain: Drain | None
     leads: bool
-    #: Work that is under way.
+    #: Work in progress.
     _open: list[Event] = field(default_factory=list, init=False)
     # Reentrant: a signal handler that saves may run in between.
     _lock: Any = field(default_factory=threading.RLock, init=False)
-    #: When the save began that the file ``latest`` names.
+    #: When the save that the file ``latest`` names began.
     _latest: float = field(default=-math.inf, init=False)
 
     def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
-        """When a background save is durable, do the work after it in its thread; if it fails, call ``failed``."""
+        """Do the work after a background save in its thread, once it is durable; if it fails, call ``failed``."""
         done = Event()
 
         def ended(pending: PendingSave) -> None:
@@ -96,30 +96,30 @@ class AfterSave:
         self._note_open(done)
 
     def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
-        """All of it except the removals, and the copies to the remote tier, which this only requests."""
+        """Do all of the work except removals and copies to the remote tier, which this only requests."""
         step = about["step"]
         if self.drain is not None:
             self.drain.add(step)
         if self.leads:
-            # Before the lock, which a signal handler takes, also while its thread holds the catalogue's lock.
+            # Before the lock, which a signal handler takes, perhaps while its thread holds the catalogue's lock.
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
         with self._lock:
             self.timing.durable(began, stall)
             if not self.leads:
                 return
-            # Two saves may end at nearly the same time, and the later one may get here first.
+            # If two saves end at nearly the same time, the later one may get here first.
             if began < self._latest:
                 return
             self._latest = began
             write_hint(self.local.place, step)
 
     def is_over(self, end: float) -> bool:
-        """Whether all of it is done by then."""
+        """Whether all of the work is done before ``end``."""
         return all(done.wait(seconds_until(end)) for done in tuple(self._open))
 
     def wait(self, end: float) -> None:
-        """Wait until all of it is done.
+        """Wait until all of the work is done.
 
         Raises:
             TimeoutError: not by then.
@@ -146,5 +146,5 @@ class AfterSave:
             self.drain.start()
 
     def _note_open(self, done: Event) -> None:
-        """The thread that sets it has begun. Not before: nothing would set the one of a call that an interrupt ends."""
+        """The thread that sets it has begun. Not before: nothing would set it for a call that an interrupt ends."""
         self._open = [*(one for one in self._open if not one.is_set()), done]

@@ -16,7 +16,7 @@ from .lineage import KEY
 
 
 def step_of(operation: str, step: int) -> int:
-    """A step."""
+    """A checked step."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -27,7 +27,7 @@ def step_of(operation: str, step: int) -> int:
 
 
 class StepState(NamedTuple):
-    """A program's arguments for a save: the state of a step, the state of this rank alone, and the metadata."""
+    """A program's arguments for a save: the state of a step, the ``per_rank`` state, and the metadata."""
 
     step: int
     state: Any
@@ -38,7 +38,7 @@ class StepState(NamedTuple):
 def state_of(
     step: int, state: Any, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None, per_rank: Any
 ) -> StepState:
-    """A state with its metadata, as ``save`` and ``steady`` take them."""
+    """A state with its metadata, as ``save`` and ``steady`` accept them."""
     found = {}
     for name, value in (metrics or {}).items():
         try:
@@ -62,12 +62,12 @@ def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
 
 
 def texts_of(policies: Sequence[keeping.Policy]) -> list[str] | None:
-    """Policies as the command line names them; None where it has no name for one."""
+    """Policies as the command line names them; None if it has no name for one of them."""
     return [str(one) for one in policies] if all(type(one).__module__ == keeping.__name__ for one in policies) else None
 
 
 def when_of(when: Any, ranks: int) -> list[saving.Policy]:
-    """``save_when=`` of a job of so many ranks."""
+    """``save_when=`` of a job with this many ranks."""
     if when is None:
         return []
     listed = [when] if isinstance(when, (int, str, saving.Policy)) else list(when)
@@ -100,7 +100,7 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
         if name == "files":
-            # Each save reads them as they are then: they may not be there yet, and the caller's dict may change.
+            # Each save reads their current contents: files may not exist yet, and the caller's dict may change.
             check_files("Manager: save_options", value)
         else:
             given[name] = known[name].check("Manager: save_options", value)

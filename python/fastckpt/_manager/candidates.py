@@ -1,4 +1,4 @@
-"""Which checkpoints a restore tries, and in which order; and whether a run may start anew if there are none."""
+"""The checkpoints that a restore tries, in order; and whether a run without checkpoints may start anew."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    It is in the remote tier if it is ``far``, and another save of the step than the local tier's if it ``differs``.
+    A ``far`` checkpoint is in the remote tier; it ``differs`` if it is another save of the step than the local one.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Candidates:
     """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
-        highest_left: the highest step, if the last look has found no checkpoint of the branch that saved last.
+        highest_left: the highest step, if the last :meth:`look` found no checkpoint of the branch that saved last.
     """
 
     local: Tier[Directory]
@@ -49,14 +49,14 @@ class Candidates:
 
     @property
     def order(self) -> int:
-        """The highest order (:mod:`.lineage`) of any save that is known, on either tier."""
+        """The highest known order (:mod:`.lineage`) of any save, on either tier."""
         return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
     def look(self, *, needed: bool | None = None) -> list[Candidate]:
-        """The checkpoints of the branch that saved last, in the order to try: highest step first, local tier first.
+        """The checkpoints of the branch that saved last, in the order to try: by falling step, the local tier first.
 
         Raises:
-            OSError: the remote tier does not answer, and is ``needed``: None if there is none in the directory.
+            OSError: the remote tier does not answer, and is ``needed``; None means needed if the directory has none.
         """
         here, aside = self._here()
         there, far = self._there(needed=not here if needed is None else needed)
@@ -77,9 +77,9 @@ class Candidates:
         return sorted(tries, key=lambda one: (-one.step, one.far))
 
     def candidates_of(self, step: int, *, needed: bool) -> list[Candidate]:
-        """The checkpoints of a step to try, the local one first; if they differ, that of the branch that saved last.
+        """The checkpoints of a step to try, the local one first; if they differ, the one of the branch that saved last.
 
-        A manager that may write looks at both tiers: its saves come after all that are there. Another asks no store.
+        A manager that may write reads both tiers: its saves must come after all existing ones.
 
         Raises:
             OSError: the remote tier does not answer, and is ``needed``.
@@ -91,7 +91,7 @@ class Candidates:
         return [Candidate(step), *([] if self.remote is None else [Candidate(step, True, step in self._differing)])]
 
     def is_gone(self, one: Candidate) -> bool:
-        """Whether there is nothing of a checkpoint any more."""
+        """Whether nothing of a checkpoint is left."""
         if not one.far:
             return not os.path.lexists(self.local.place.path_of(one.step))
         try:
@@ -103,7 +103,7 @@ class Candidates:
         """Refuse to start anew if there are traces of a run.
 
         Raises:
-            CheckpointError: a run was here; NotACheckpointError: it was another program's.
+            CheckpointError: a run was here; NotACheckpointError: it was a run of another program.
         """
         if (step := self.highest_left) is not None:
             raise CheckpointError(
@@ -123,7 +123,7 @@ class Candidates:
                 )
 
     def _there(self, *, needed: bool) -> tuple[list[int], dict[int, Entry]]:
-        """The steps of the remote tier, and the facts about them.
+        """The steps of the remote tier, and their facts.
 
         Raises:
             OSError: it does not answer, and is ``needed``.
@@ -141,16 +141,16 @@ class Candidates:
         return steps, entries
 
     def _here(self) -> tuple[list[int], list[int]]:
-        """The steps of the local tier, and those among them whose directory a killed save took aside to replace it.
+        """The steps of the local tier, and those whose directory a killed save moved aside to replace it.
 
-        A load puts the latter back, where the compiled core is.
+        A load moves the latter back, if it has the compiled core.
         """
         directory = self.local.place
         steps, step_of = {*directory.look().steps}, directory.names.step_of
         try:
             left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-            # A full list opens every manifest, so it is made only where something has a temporary name and its own name
-            # is free.
+            # A full list opens every manifest, so it is made only if a checkpoint with a temporary name has its own
+            # name free.
             aside = [one.name for one in listed(directory.path) if one.aside] if left else []
         except (FileNotFoundError, NotImplementedError):
             aside = []

@@ -1,9 +1,9 @@
-"""Facts about each checkpoint of a run: when it was saved, its metrics, and which one it continues.
+"""Facts about each checkpoint of a run: when it was saved, its metrics, and which checkpoint it continues.
 
 All facts are in the checkpoint's own metadata. Reading them opens its manifest, so they are cached in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry counts only while the checkpoint is the same one, by
 :meth:`.directory.Directory.identity`. Without the file, or with a damaged one, all facts are read again from the
-checkpoints. The place of the last save is in the file by itself: its branch is followed also where its checkpoint has
+checkpoints. The file also has the place of the last save, so that its branch is followed even if its checkpoint has
 lost its manifest.
 """
 
@@ -33,19 +33,19 @@ logger = logging.getLogger("fastckpt")
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
-#: How many manifests are read at a time: each one of a remote tier costs a round trip.
+#: Manifests that are read at the same time: each manifest of a remote tier costs a round trip.
 _AT_A_TIME = 16
 
 
 class Entry(NamedTuple):
-    """The facts about one checkpoint: those for policies, and its place in the run."""
+    """The facts about one checkpoint: those for policies, and its place in the lineage."""
 
     saved: Saved
     lineage: Lineage
 
 
 class Catalogue:
-    """The facts that the checkpoints of a tier hold.
+    """The facts in the checkpoints of a tier.
 
     Args:
         place: the tier's place.
@@ -58,22 +58,22 @@ class Catalogue:
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Identity, Entry]] = {}
         self._changed = False
-        #: The place in the lineage of the last save that was ever seen here.
+        #: The place in the lineage of the last save ever seen here.
         self.last = Lineage(0)
         found = self._read()
-        #: The policies of the manager that wrote the file last, or those given.
+        #: The policies of the manager that wrote the file last, or the given ones.
         self.keep: list[str] | None = list(keep) if keep is not None else found
         self._changed = self._changed or self.keep != found
 
     @property
     def order(self) -> int:
-        """The highest order of all saves that were ever seen here, on any branch."""
+        """The highest order of all saves ever seen here, on any branch."""
         return max([self.last.order, *(entry.lineage.order for _, entry in [*self._known.values()])])
 
     def entries(self, steps: Iterable[int], aside: Container[int] = ()) -> dict[int, Entry]:
-        """The facts about these checkpoints, in the same order; those that cannot be opened are left out.
+        """The facts about these checkpoints, in the same order, without those that cannot be opened.
 
-        Those that a killed save took ``aside`` have no identity. To read one puts it back.
+        Checkpoints that a killed save moved ``aside`` have no identity. Reading one moves it back.
         """
         with self._lock:
             found: dict[int, Entry | None] = {}
@@ -97,16 +97,16 @@ class Catalogue:
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
-        """The place of the save that was the last."""
+        """The place of the last save."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
     def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
-        """Those of the branch that saved last, or that may be, as far as they tell."""
+        """The entries of the branch that saved last, or that may belong to it."""
         tip = self.tip(entries)
         return {step: entry for step, entry in entries.items() if not tip.has_left(step, entry.lineage)}
 
     def add(self, entry: Entry) -> None:
-        """Note a checkpoint that has just been saved."""
+        """Add a checkpoint that has just been saved."""
         with self._lock:
             name = self._place.names.name_of(entry.saved.step)
             identity = self._place.identity(name)
@@ -115,10 +115,10 @@ class Catalogue:
 
     @contextlib.contextmanager
     def going_back(self, place: Lineage, *, needed: bool) -> Iterator[None]:
-        """The run goes back to a place, unless this block raises. Until the next save nothing else shows it.
+        """A context that records that the run goes back, unless it raises. Until the next save nothing else does.
 
         Raises:
-            OSError: that cannot be noted durably, and the note is ``needed``.
+            OSError: it cannot be recorded durably, and that is ``needed``.
         """
         before = self.last
         try:
@@ -129,7 +129,7 @@ class Catalogue:
             raise
 
     def write(self, steps: Iterable[int] | None = None, *, durable: bool = False) -> None:
-        """Write the file, with the facts about these checkpoints; None: about all that are known.
+        """Write the file, with the facts about these checkpoints; None: all known ones.
 
         Raises:
             OSError: it cannot be written.
@@ -158,7 +158,7 @@ class Catalogue:
             except OSError as error:
                 if needed:
                     raise
-                logger.warning("%s: which branch goes on is not noted here: %s", self._place.path, error)
+                logger.warning("%s: cannot record which branch continues: %s", self._place.path, error)
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
         self._known[name] = identity, entry
@@ -192,7 +192,7 @@ class Catalogue:
 
 
 def read(path: str, step: int) -> Entry:
-    """The facts that a checkpoint holds.
+    """The facts in a checkpoint.
 
     Raises:
         CheckpointError: it is damaged, or no checkpoint.

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 class ManagedCheckpoint:
     """A checkpoint of a run, as :meth:`fastckpt.Manager.checkpoints` lists it.
 
-    Where the tiers have different saves of its step, the facts are those of the local one, unless it cannot be opened.
+    If the tiers have different saves of its step, the facts are those of the local one, unless it cannot be opened.
 
     Attributes:
         step: its training step.
-        path: its directory; where only the remote tier has it, its place there.
+        path: its directory; if only the remote tier has it, its place there.
         created: when its save began, in seconds since 1970; None if it cannot be opened.
         metrics: the metrics that were saved with it.
         changed: for the groups ``model`` and ``optimizer``, the share of the bytes in tensors that differ from the
             previous checkpoint; empty if unknown.
         kept_for: for each tier that has it, ``local`` or ``remote``, why it stays there: the policies that keep it,
-            ``pinned``, or another reason in words. Where there is none, that tier removes it after the next save.
+            ``pinned``, or another reason in words. Without a reason, that tier removes it after the next save.
         pinned: whether it is pinned.
     """
 
@@ -44,7 +44,7 @@ class ManagedCheckpoint:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Where it is: ``local``, ``remote`` or both."""
+        """The tiers that have it: ``local``, ``remote`` or both."""
         return (*self.kept_for,)
 
 
@@ -64,7 +64,7 @@ def checkpoints_of(
     kept: dict[int, dict[str, tuple[str, ...]]] = {}
     held: set[int] = set()
     for name, (tier, deciding) in tiers.items():
-        # One look: what is decided is decided on what is listed.
+        # One listing, so that the decisions concern the listed checkpoints.
         steps, pinned = tier.place.look()
         entries = tier.catalogue.entries(steps)
         why = tier.reasons(entries, deciding, pinned)

@@ -1,4 +1,4 @@
-"""How a run waits: until the last save has ended on all ranks, until all is copied, and at the end of the block."""
+"""The waits of a run: for the last save on all ranks, for the copies, and at the end of the ``with`` statement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .saves import Saves
     from .step_boundary import StepBoundary
 
-#: Seconds between two questions of ranks that wait for a save, at first and at most.
+#: Seconds between two rounds of ranks that wait for a save, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 
 
@@ -66,10 +66,10 @@ class Completion:
         return self.saves.last_report()
 
     def end_block(self, error: BaseException | None) -> None:
-        """The block of the manager has ended, by ``error`` if there is one: wait for background work.
+        """End the manager's ``with`` statement, by ``error`` if there is one: wait for background work.
 
-        A signal that comes meanwhile, or has come since the last step boundary, is answered: saves in flight become
-        durable or are given up, and the signal is passed on.
+        It answers a signal that comes meanwhile, or has come since the last step boundary: saves in flight become
+        durable or are abandoned, and the signal is passed on.
         """
         signals = self.preemption.signals
         try:
@@ -79,7 +79,7 @@ class Completion:
             failure, why = self._finish(error), None
             if self.shared and not signals.exiting:
                 if failure is not None:
-                    why = f"its block has ended with {type(failure).__name__}: {failure}"
+                    why = f"its `with` statement ended with {type(failure).__name__}: {failure}"
                     self.ranks.leave(why)
                     self.boundary.miss(why)
                 self.ranks.end(why)
@@ -90,18 +90,18 @@ class Completion:
         finally:
             try:
                 if self.drain is not None:
-                    # Where nothing ended the block, all is done, or has failed.
+                    # Without an error, all work is done, or has failed.
                     came = error is not None or signals.first is not None
                     self.drain.leave(signals.end if came else 0.0)
             finally:
                 signals.answer = None
                 signals.uninstall()
                 if not signals.exiting:
-                    # Signals that came after the ranks exchanged theirs, and that no other rank will hear of.
+                    # Signals that came after the ranks exchanged theirs, and that no other rank will learn of.
                     self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
-        """Wait for background work at the end of the block; returns the block's failure."""
+        """Wait for background work at the end of the ``with`` statement; returns its failure."""
         try:
             if error is None or not self.shared:
                 self.wait()
@@ -110,13 +110,13 @@ class Completion:
                 self.preemption.settle()
                 self.after_save.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised later, or in the log
-            # Failures are in the log, and so is a save that was given up for a signal; the error that ends the block
-            # must not be lost.
+            # Failures are in the log, and so is a save abandoned for a signal; the error that ends the ``with``
+            # statement must not be lost.
             return failed if error is None and not isinstance(failed, CancelledError) else error
         return error
 
     def _wait_for_all(self, end: float) -> None:
-        """Wait until the last save has ended on all ranks; if it has failed, not for ranks that do not wait for it."""
+        """Wait until the last save has ended on all ranks; after a failure, only for ranks that wait for it."""
         pending = self.saves.pending
 
         def has_failed(limit: float) -> BaseException | None:
@@ -149,10 +149,10 @@ class Completion:
             return
         if not self.shared:
             if drain is not None:
-                # A signal that comes is answered first, at the step boundary; then the process has to end in time.
+                # A signal is answered first, at the step boundary; then the process must end in time.
                 drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
             return
-        # The first rank commits, so its work is done.
+        # The coordinator commits, so its work is done.
         leading = drain if self.ranks.leads else None
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)
@@ -162,13 +162,13 @@ class Completion:
     def _wait_together(
         self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
     ) -> bool:
-        """Wait until something has ended on all ranks, or a save in flight is given up on all for a signal.
+        """Wait until a condition holds on all ranks, or a save in flight is abandoned on all of them for a signal.
 
         Returns:
             Whether it has ended.
 
         Raises:
-            TimeoutError: not by ``end``. It goes on.
+            TimeoutError: not by ``end``. The work continues.
         """
         pause = _FIRST_LOOK
         while True:

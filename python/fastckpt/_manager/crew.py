@@ -1,8 +1,8 @@
-"""Decisions that all ranks of a job take alike, and errors for a rank that does not continue.
+"""Common decisions of all ranks of a job, and errors for a rank that does not continue.
 
-The manager takes each decision that ranks share through :class:`Crew`, and knows nothing else of ranks. All ranks call
-its methods in the same order. Its rounds have turns of their own in the store of the process group, so they never wait
-for a save or load. A process alone is a job of one rank.
+The manager makes each common decision through :class:`Crew`, and knows nothing else of ranks. All ranks call its
+methods in the same order. Its rounds have separate turns in the store of the process group, so they never wait for a
+save or load. One process is a job of one rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: The share of the time that questions at boundaries may take.
+#: The share of the time that rounds at boundaries may take.
 _SHARE = 0.005
-#: Seconds between two signs of life of a rank that others wait for.
+#: Seconds between two heartbeats of a rank that others wait for.
 _BEAT = 1.0
-#: Seconds for which a rank that cannot take part in the first save waits for the others in order to tell them.
+#: Seconds for which a rank that cannot take part in the first save waits to tell the others.
 _MEETING = 10.0
 
 
@@ -47,15 +47,15 @@ class Asked:
 
     Attributes:
         step: the training step.
-        signals: those that have come and were not answered.
-        left: seconds until a save for them must be done; None for as long as it takes.
+        signals: signals that have come and were not answered.
+        left: seconds until a save for them must be done; None for no limit.
         saved: the step that needs no further save.
-        due: whether a policy wants the step; the first rank's counts.
-        apart: seconds for which the ranks may go on without asking each other, at least; the first rank's counts.
-        over: whether nothing is in flight that this rank waits for.
-        plan: the place in the run for the metadata of a save of the step; the first rank's counts.
-        watch: called while this rank waits for the others. An error here ends the question; the ranks in it hear of it,
-            and those that come to another question do not.
+        due: whether a policy wants the step; the coordinator's counts.
+        apart: the least seconds for which the ranks may continue without asking each other; the coordinator's counts.
+        over: whether nothing that this rank waits for is in flight.
+        plan: the place in the lineage for a save of the step; the coordinator's counts.
+        watch: called while this rank waits for the others. An error here ends the round; ranks in it learn of it,
+            ranks that come to another round do not.
     """
 
     step: int
@@ -71,10 +71,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The common facts of all ranks at a boundary.
+    """The facts on which all ranks agree at a boundary.
 
     The signals that have come on any rank, the least time that is left on any, and whether no rank waits for anything;
-    ``saved``, ``due``, and the plan of the due step as the first rank has them.
+    ``saved``, ``due`` and the plan of the due step come from the coordinator.
     """
 
     signals: tuple[int, ...]
@@ -86,20 +86,20 @@ class Agreed:
 
 
 class Crew:
-    """The ranks for which a manager acts: those of a process group, or this process alone, which asks no other.
+    """The ranks of a manager: those of a process group, or only this process, which asks no other.
 
     Args:
         given: ``ranks=`` of :class:`fastckpt.Manager`.
         directory: the run, the same on all ranks.
 
     Attributes:
-        grouped: whether there is a process group, if only of one.
+        grouped: whether there is a process group, even of one rank.
         host: the name of this rank's host, for errors.
         rank: the index of this rank.
         size: the number of ranks.
         leads: whether this rank writes the file ``latest`` and removes checkpoints.
-        share: index and count of this rank among those that copy, one on each host, once they have begun; None for
-            other ranks.
+        share: index and count of this rank among the ranks that copy, one on each host, once they have begun; None for
+            others.
 
     Raises:
         TypeError: it is not a process group.
@@ -122,10 +122,10 @@ class Crew:
         if self._session is not None and self.size > 1:
             self._peers = self._session.apart()
             self._place = location_of(directory, self.host)
-            # At the latest when the interpreter ends, and before the group itself goes.
+            # At the latest when the interpreter ends, and before the group itself ends.
             weakref.finalize(self, self._session.end, self._peers)
-        #: The number of boundaries that all ranks pass without a question, of those passed since the last one, when
-        #: that was, and the seconds that it took.
+        #: The number of boundaries that all ranks pass without a round, the number passed since the last round,
+        #: its time, and its duration in seconds.
         self._skip = self._passed = 0
         self._call: Called | None = None
         self._asked: float | None = None
@@ -136,7 +136,7 @@ class Crew:
         """The key by which :mod:`fastckpt.distributed` finds these ranks.
 
         Raises:
-            ValueError: the manager acts for this process alone.
+            ValueError: the manager acts only for this process.
         """
         if self._session is None:
             raise ValueError(
@@ -145,10 +145,10 @@ class Crew:
         return {"ranks": self._given}
 
     def check(self, operation: str) -> None:
-        """Look whether the ranks are still those that there were.
+        """Check that the ranks are still the same.
 
         Raises:
-            RuntimeError: the process group has been destroyed, or there is another default one, or the first one.
+            RuntimeError: the process group was destroyed, or there is a new default group.
         """
         if self.size > 1:
             try:
@@ -156,10 +156,10 @@ class Crew:
             except ValueError:
                 there = False
             if not there:
-                # Each rank would save for itself, all to the same path.
+                # Each rank would save by itself, all to the same path.
                 raise RuntimeError(
-                    f"{operation}: the process group that the manager was made for is gone: end the manager's block "
-                    "before destroy_process_group"
+                    f"{operation}: the process group that the manager was made for is gone: leave the manager's "
+                    "`with` statement before destroy_process_group"
                 )
         elif (
             self._session is not None and self._given.process_group is None and session(operation, None).group.size > 1
@@ -169,7 +169,7 @@ class Crew:
                 'make it after init_process_group, or with ranks="alone"'
             )
 
-    # The decisions that they share.
+    # Common decisions.
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -197,7 +197,7 @@ class Crew:
         self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
 
     def listen(self, came: Callable[[], Came]) -> None:
-        """From now on any rank may have all of them ask each other: this one when a signal has come. All ranks call it.
+        """From now on any rank may call for a round: this one when a signal has come. All ranks call this method.
 
         Args:
             came: the signals that have come to this rank.
@@ -209,17 +209,17 @@ class Crew:
             self._summons.listen(came)
 
     def passes(self, *, needed: bool) -> bool:
-        """Whether all ranks pass this boundary without a question: the first has said how many, and none has called.
+        """Whether all ranks pass this boundary without a round: the coordinator permits it, and none has called.
 
         Args:
-            needed: whether they ask in any case.
+            needed: whether they ask each other in any case.
 
         Raises:
             RanksError: a rank has ended, or does not answer.
         """
         passes = not needed and self._skip > 0
         call = None if self._summons is None else self._summons.reach(passes=passes)
-        # Where all would ask in any case, some may not know of the call.
+        # If all would ask in any case, some ranks may not know of the call.
         self._call = call if passes and call is not None and call.signals else None
         if call is not None or not passes:
             return False
@@ -228,14 +228,14 @@ class Crew:
         return True
 
     def take_call(self) -> Called | None:
-        """The signals that all ranks know at this boundary without a question, if a rank has called for them."""
+        """The signals that all ranks know at this boundary without a round, if a rank has called for them."""
         call, self._call = self._call, None
         if call is not None:
             self._skip = self._passed = 0
         return call
 
     def urge(self) -> None:
-        """Have all ranks ask each other soon."""
+        """Make all ranks ask each other soon."""
         if self._summons is not None:
             self._summons.urge()
 
@@ -285,11 +285,11 @@ class Crew:
         help_it: Callable[[tuple[int, int]], None] | None = None,
         step: int | None = None,
     ) -> _T:
-        """The result of the first rank; the others wait for as long as it takes.
+        """The result of the coordinator; the others wait without a limit.
 
         One rank of each other host may ``help_it``, given its :attr:`share`. All are at the same ``step``.
 
-        No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
+        No other round has the same ``operation``: a rank that alone abandoned one must not accept the answer to
         another.
 
         Raises:
@@ -312,7 +312,7 @@ class Crew:
     def outcome(
         self, said: Any, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """What became of a load on all ranks: ``decide`` of what they have ``said``, combined.
+        """The outcome of a load on all ranks: ``decide`` of their combined ``said``.
 
         Raises:
             RanksError: a rank does not answer.
@@ -320,7 +320,7 @@ class Crew:
         return self._round("restore: outcome", said, combine, decide)
 
     def each(self, said: Any) -> list[Any]:
-        """The contribution of each rank, by rank: all of them travel to all, so they are few and short.
+        """The contribution of each rank, by rank. Every rank gets all of them, so they must be few and short.
 
         Raises:
             RanksError: a rank does not answer.
@@ -329,26 +329,26 @@ class Crew:
 
     @property
     def answered(self) -> Mapping[str, str]:
-        """The number of the last question that this rank has the answer to.
+        """The number of the last round whose result this rank has.
 
-        If a rank has given a question up alone, the others continue with the load that follows, and fail without it.
-        With this mark it does not mistake a load of a later restore for that one.
+        If a rank alone has abandoned a round, the others continue with the load that follows, and fail without it.
+        This mark keeps that rank from mistaking a load of a later restore for that load.
         """
         return {} if self._peers is None else {"question": self._peers.answered}
 
-    # What other ranks are told about a rank that does not continue with them. They notice a dead rank by its silence.
+    # Messages to other ranks about a rank that does not continue with them. They notice a dead rank by its silence.
 
     def leave(self, why: str) -> None:
-        """This rank continues or ends without the others, which hear of it when they next ask."""
+        """This rank continues or ends without the others, which learn of it at their next round."""
         if self._peers is not None:
             with contextlib.suppress(RanksError, RankLeft), self._turn(self._peers, ""):
                 raise RankLeft(why)
 
     def miss_save(self, path: str, why: str) -> None:
-        """This rank does not take part in the save that the others begin now; it hardly waits for them."""
+        """This rank does not take part in the save that the others begin now; it waits for them only briefly."""
         if self._session is None:
             return
-        # Before the first save no rank knows the others: a rank that leaves at once would not be heard.
+        # Before the first save no rank knows the others: the message of a rank that leaves at once would be lost.
         known = self._session.peers.has_met
         timeout = self._given.timeout
         call = Call("save", self._session, path, timeout if known else min(_MEETING, timeout))
@@ -357,11 +357,11 @@ class Crew:
             raise RankLeft(why) if known else RuntimeError(why)
 
     def end(self, why: str | None = None) -> None:
-        """This rank comes to no more boundaries; the others hear ``why`` at their next one."""
+        """This rank comes to no more boundaries; the others learn ``why`` at their next one."""
         if self._summons is not None:
             self._summons.end(why)
 
-    # How they ask.
+    # The round.
 
     def _round(
         self,
@@ -384,19 +384,19 @@ class Crew:
         return peers.operation(operation, self._directory, self._given.timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
-        """How many boundaries come in this many seconds, judging by the last ones; in more if questions take long."""
+        """The number of boundaries in this many seconds, by the last ones; in more seconds if rounds take long."""
         now = time.monotonic()
         before, self._asked = self._asked, now
         if before is None or apart <= 0:
             return 0
-        # The answer takes about as long to reach all as the question took to come from all.
+        # The answer takes about as long to reach all ranks as their contributions took to arrive.
         apart = max(apart, max(self._cost, 2 * (now - self._began)) / _SHARE)
         each = max(now - before, 1e-6) / (self._passed + 1)
         return max(0, int(apart / each) - 1)
 
 
 class SaveFailed(RankLeft):
-    """The save that a rank has waited for has failed."""
+    """The save that a rank waited for has failed."""
 
 
 def _end(summons: Summons, group: Session, peers: Peers) -> None:
@@ -406,7 +406,7 @@ def _end(summons: Summons, group: Session, peers: Peers) -> None:
 
 @contextlib.contextmanager
 def _beating(operation: Operation, timeout: float) -> Iterator[None]:
-    """Say that this rank lives, from a thread, as long as the block lasts."""
+    """A context in which a thread sends heartbeats of this rank."""
     done = threading.Event()
 
     def beat() -> None:
@@ -436,7 +436,7 @@ def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[s
 
 
 def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Whether an error is of one of these kinds, or another rank has failed with one."""
+    """Whether an error is of one of these kinds, or another rank has failed with one of these."""
     names = tuple(f"failed: {kind.__name__}" for kind in kinds)
     return isinstance(error, kinds) or any(
         failure.message.startswith(names) for failure in getattr(error, "failures", ())
@@ -444,5 +444,5 @@ def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> boo
 
 
 def is_reported(error: RanksError) -> bool:
-    """Whether a living rank has reported the failure: then it takes part in the next round."""
+    """Whether a live rank has reported the failure: then it takes part in the next round."""
     return any(failure.message.startswith("failed: ") for failure in error.failures)

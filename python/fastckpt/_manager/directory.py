@@ -1,10 +1,10 @@
 """The directory of a run: which names are checkpoints, which are pinned, and the file ``latest``.
 
-The directories are the truth. A directory with the name of a step is a whole checkpoint, because a save gives it that
-name last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
+Only the directories count. A directory with the name of a step is a whole checkpoint, because a save gives it that name
+last; the file ``latest`` only repeats one of the names, for people and scripts, and no code here reads it.
 
-A pin is an empty file beside the checkpoint, ``step-00001000.pin``: it is set and lost in one step of the file system,
-several programs can set pins at a time, it outlives a save that replaces the checkpoint, and ``touch`` sets one.
+A pin is an empty file beside the checkpoint, ``step-00001000.pin``: it is set and removed in one step of the file
+system, several programs can set pins at once, it outlives a save that replaces the checkpoint, and ``touch`` sets one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fastckpt._api.manage import leftovers, remove, remove_leftover, strange_in
 from fastckpt._durable import sync
 
 LATEST = "latest"
-#: A file of the run that is about to be renamed to its name.
+#: A temporary file that will be renamed to a file of the run.
 _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
-#: How often a writer whose file was swept writes it again.
+#: How often a writer whose temporary file was removed writes it again.
 _TURNS = 100
 PIN = ".pin"
 MANIFEST = "fastckpt.json"
-#: The suffix for files of others in a checkpoint that was removed.
+#: The suffix for other files from a removed checkpoint.
 FOREIGN = ".foreign"
 
-#: The facts that distinguish a checkpoint from another one of the same name.
+#: The facts that distinguish a checkpoint from another of the same name.
 Identity: TypeAlias = tuple[int, int, int]
 
 
@@ -70,7 +70,7 @@ class Names:
         return self._form.format(step=step)
 
     def step_of(self, name: str) -> int | None:
-        """The step whose checkpoint has this name, or None: then it is something else."""
+        """The step whose checkpoint has this name; None if it is not the name of a checkpoint."""
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
@@ -97,7 +97,7 @@ class Directory:
         return f"{self.path}{os.sep}{self.names.name_of(step)}"
 
     def look(self) -> Listing:
-        """The checkpoints in a directory, by their names alone."""
+        """The checkpoints in a directory, by their names only."""
         steps, pins = [], set()
         step_of = self.names.step_of
         try:
@@ -122,26 +122,26 @@ class Directory:
         sync(self.path)
 
     def is_pinned(self, step: int) -> bool:
-        """Whether there is a pin, as of now."""
+        """Whether the checkpoint is pinned now."""
         return os.path.lexists(self.path_of(step) + PIN)
 
     def unpin(self, step: int) -> None:
-        """Take the pin off."""
+        """Remove the pin."""
         with contextlib.suppress(FileNotFoundError):
             Path(self.path_of(step) + PIN).unlink()
         sync(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; files of others are moved into a directory beside it first.
+        """Remove the checkpoint of a step; other files in it are first moved into a directory beside it.
 
         ``files`` are the names of the files given with ``files=``.
 
         Returns:
-            The files that were moved, and to where, in words; empty if none were.
+            The moved files and their new place, in words; empty if none were moved.
 
         Raises:
             NotACheckpointError: the path holds no checkpoint.
-            OSError: it cannot be removed, or something was put into it at this moment; FileNotFoundError: it is gone.
+            OSError: it cannot be removed, or a file was added at this moment; FileNotFoundError: it is gone.
         """
         path = self.path_of(step)
         strange = strange_in(path, files)
@@ -165,7 +165,7 @@ class Directory:
         """The content of a small file of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError where there is none.
+            OSError: it cannot be read; FileNotFoundError if it does not exist.
         """
         return Path(self.path, name).read_bytes()
 
@@ -197,13 +197,13 @@ class Directory:
         sync(self.path)
 
     def identity(self, name: str) -> Identity | None:
-        """A value that another checkpoint of the same name would not have; None if there is none.
+        """A value that distinguishes a checkpoint from others of the same name; None if there is no checkpoint.
 
-        The times when directory and manifest were changed, and the manifest's inode.
+        It holds the change times of directory and manifest, and the manifest's inode.
         """
         path = f"{self.path}{os.sep}{name}"
         try:
-            # Strings, because this is done for every checkpoint of thousands.
+            # Strings, because this runs for each of thousands of checkpoints.
             changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
             manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:
@@ -211,9 +211,9 @@ class Directory:
         return changed, manifest.st_ino, manifest.st_mtime_ns
 
     def sweep(self) -> None:
-        """Remove files that a process left which was killed within :meth:`replace`.
+        """Remove files left by a process that was killed within :meth:`replace`.
 
-        That needs no proof: where the writer lives, it writes the file again.
+        That needs no proof: a live writer writes the file again.
         """
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -222,7 +222,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove leftovers of killed copies of steps that no process continues, by ``is_over``.
+        """Sweep, and remove leftovers of killed copies of steps that, by ``is_over``, no process continues.
 
         Raises:
             OSError: the directory cannot be read.
@@ -236,4 +236,4 @@ class Directory:
                     remove_leftover(self.path, one.name)
 
     def forget(self, step: int) -> None:
-        """No process continues the copy of a step. :meth:`sweep_copies` finds its leftovers."""
+        """Do nothing: no process continues the copy of a step, and :meth:`sweep_copies` finds its leftovers."""

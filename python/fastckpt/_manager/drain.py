@@ -1,11 +1,11 @@
-"""The drain: durable checkpoints of the local tier are copied to the remote one, beside training.
+"""The drain copies durable checkpoints of the local tier to the remote one during training.
 
-The last save goes first, because a lost node would cost that one. Checkpoints that wait, or are being copied, are not
+The last save goes first, because it would be lost with the node. Checkpoints that wait, or are being copied, are not
 removed from the local tier. The queue is not a file: at its next start a manager queues all checkpoints of the local
-tier, finds out which of them the remote has, and continues with the rest.
+tier, asks which of them the remote has, and continues with the rest.
 
 The drain's thread copies until nothing waits, and ends. Like the thread of a save it keeps the process alive; if the
-remote does not answer then, the rest is left to the next run.
+remote does not answer then, the next run copies the rest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds until a failed copy is tried again, and the most that this grows to.
+#: Seconds until a failed copy is tried again, at first and at most.
 _FIRST, _MOST = 1.0, 60.0
 #: Seconds between two checks of a waiter for something more urgent.
 _LOOK = 0.1
 
-#: Drains whose thread is running, or has to run before the process ends.
+#: Drains whose thread is running, or must run before the process ends.
 _running: set[Drain] = set()
 _ending = False
 
@@ -56,8 +56,7 @@ def _at_end() -> None:
 
 
 # The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
-# that are registered here are called before that, the last one first. Without it, waiting steps are left to the next
-# run.
+# registered here run before that, the last one first. Without this hook, the next run copies waiting steps.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -71,9 +70,9 @@ class Drain:
         local: the source tier. Waiting checkpoints are not removed there.
         remote: the target tier.
         limit: the most bytes per second; None without limit.
-        share: the number of this process among those that copy each checkpoint together, and their count; the first
+        share: the number of this process among those that copy each checkpoint together, and their count; the first one
             commits.
-        deadline: the time, by ``time.monotonic``, until which it may go on when the process ends.
+        deadline: the time, by ``time.monotonic``, until which it may continue when the process ends.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class Drain:
         # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: For steps older than the one that is being saved.
+        #: For steps older than the step that is being saved.
         self._late = itertools.count(0, -1)
-        #: The steps that wait, or are being copied; those with the highest numbers go first.
+        #: The steps that wait, or are being copied; the highest numbers go first.
         self._waiting: dict[int, int] = {}
-        #: All steps that ever waited: a removal on the local tier may take what it finds here and not in the set above.
+        #: All steps that ever waited: the local tier may remove a step that is here and not in the set above.
         self._seen: set[int] = set()
-        #: Those that this process has saved.
+        #: The steps that this process has saved.
         self._own: set[int] = set()
-        #: The exception of the last attempt at each step. A step that no longer waits has been given up by the drain.
+        #: The exception of the last attempt at each step. If its step no longer waits, it was abandoned.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
@@ -112,26 +111,26 @@ class Drain:
         #: Interrupts the pause after a failure.
         self._wake = Event()
         self._delay = _FIRST
-        #: The steps that policies of the remote tier want have to be asked for again.
+        #: The steps that policies of the remote tier want must be determined again.
         self._changed = False
         #: Another thread waits: each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
 
-    # What others ask.
+    # Queries.
 
     def resume(self) -> None:
         """Queue all checkpoints of the local tier: an earlier process may have ended before they were copied."""
         with self._lock:
             steps = self._from.look().steps
             entries = self._local.catalogue.entries(steps)
-            # The last saved one counts as the last; checkpoints without this note come after the others.
+            # In the order of their saves; checkpoints of unknown order come after the others.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
             self.start()
 
     def add(self, step: int) -> None:
-        """Queue a step that is durable on the local tier; in a signal handler, too."""
+        """Queue a step that is durable on the local tier; a signal handler may call this, too."""
         with self._lock:
             self._own.add(step)
             self._queue(step)
@@ -150,7 +149,7 @@ class Drain:
                 self._idle = idle
                 thread.start()
             except BaseException as error:
-                # A signal handler may have raised it, while the thread starts or before.
+                # A signal handler may have raised it, before or during the start of the thread.
                 if not claim.take():
                     raise
                 idle.set()
@@ -172,7 +171,7 @@ class Drain:
             return step in self._waiting
 
     def again(self, step: int) -> None:
-        """Queue a step behind the others: it is to be copied now."""
+        """Queue a step behind the others, so that it is copied now."""
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
@@ -180,9 +179,9 @@ class Drain:
 
     @contextlib.contextmanager
     def going_back(self, step: int, *, from_here: bool) -> Iterator[None]:
-        """Give up the current copy, and copy nothing above this step, unless this block raises.
+        """A context that abandons the current copy and copies nothing above this step, unless it raises.
 
-        The remote tier has the step before the block begins: the local tier's if the run goes on ``from_here``.
+        Before it begins, the remote tier has the step: the local save if the run continues ``from_here``.
 
         Raises:
             Exception: the step cannot be copied.
@@ -201,8 +200,8 @@ class Drain:
             self._stopped = False
         try:
             if from_here and self._remote.lacks(step):
-                # It has none, or another save of it, of a branch that this run has left: losing the node would then
-                # cost all.
+                # The remote tier lacks it, or has a save of it on a branch that this run has left: a lost node would
+                # lose all.
                 self._bring(step)
             self.start()
             yield
@@ -215,7 +214,7 @@ class Drain:
             raise
 
     def _bring(self, step: int) -> None:
-        """Copy a step now, even if the copies of other steps fail.
+        """Copy one step now, even if the copies of other steps fail.
 
         Raises:
             Exception: the remote tier lacks it.
@@ -230,7 +229,7 @@ class Drain:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """A caller waits: each step is tried once, without pauses, and then the thread ends."""
+        """A caller waits: try each step once, without pauses, and then end the thread."""
         with self._lock:
             self._hurry = True
             self._forgive()
@@ -242,7 +241,7 @@ class Drain:
             self._hurry = False
 
     def is_over(self, limit: float) -> bool:
-        """Whether the thread has ended, by ``limit`` of ``time.monotonic``."""
+        """Whether the thread ends before ``limit`` of ``time.monotonic``."""
         return self._idle.wait(max(0.0, limit - time.monotonic()))
 
     def raise_failure(self) -> None:
@@ -263,10 +262,10 @@ class Drain:
 
         Args:
             end: until when, by ``time.monotonic``.
-            must_leave: whether something else is more urgent; then the drain continues by itself.
+            must_leave: whether something else is more urgent; then this returns, and the drain continues.
 
         Raises:
-            TimeoutError: not by then. It goes on.
+            TimeoutError: not by ``end``; the copies continue.
             Exception: the last attempt at a step failed, and it is not at the remote.
         """
         with self.hurry():
@@ -279,7 +278,7 @@ class Drain:
         self.raise_failure()
 
     def leave(self, end: float) -> None:
-        """Wait until ``end``; then give up the current copy, and leave it to the next save or the next run."""
+        """Wait until ``end``; then abandon the current copy, which the next save or the next run makes."""
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
@@ -302,7 +301,7 @@ class Drain:
         idle.wait()
 
     def _stop(self) -> list[int]:
-        """Give up the current copy, and wait for the thread; returns the steps that wait. It stays stopped."""
+        """Abandon the current copy, and wait for the thread; returns the waiting steps. It stays stopped."""
         with self._lock:
             self._stopped = True
             waiting = sorted(self._waiting)
@@ -337,7 +336,7 @@ class Drain:
         self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
 
     def _drop(self, step: int, number: int | None) -> None:
-        """It waits no longer, unless it was queued again."""
+        """Remove a step from the queue, unless it was queued again."""
         with self._lock:
             if self._waiting.get(step) == number:
                 del self._waiting[step]
@@ -362,7 +361,7 @@ class Drain:
         """One attempt at a step.
 
         Raises:
-            CancelledError: it was given up.
+            CancelledError: it was abandoned.
         """
         number = self._waiting.get(step)
         name = self._from.names.name_of(step)
@@ -372,8 +371,8 @@ class Drain:
                 self._skip()
                 if self._waiting.get(step) != number:
                     return
-            # Steps that arrived meanwhile are asked about in the next turn: otherwise a run that saves faster than the
-            # remote answers would never copy anything.
+            # The next turn asks about steps that arrived meanwhile: otherwise a run that saves faster than the remote
+            # answers would never copy anything.
             if before is None and self._is_gone(step):
                 self._drop(step, number)
                 logger.info("%s: step %d was removed before it was copied", self._from.path, step)
@@ -393,10 +392,10 @@ class Drain:
             logger.info("%s", text)
             self._drop(step, number)
             if self._leads and step in self._own:
-                # This run has saved it for nothing: another one saves there, or this one did not know of it.
+                # This save was in vain: another run saves there, or this one did not know of it.
                 self._failed[step] = CheckpointError(
-                    f"drain: {text} (save again: what is saved from now on comes later, and is copied. If the other "
-                    "run goes on, give each a remote= of its own)"
+                    f"drain: {text} (save again: a new save is later, and is copied. If the other run continues, give "
+                    "each run a separate remote=)"
                 )
             return
         copied = copy_checkpoint(
@@ -442,7 +441,7 @@ class Drain:
             self._local.clear_again()
 
     def _is_gone(self, step: int) -> bool:
-        """Whether the local tier has no such checkpoint. One that cannot be looked at is not gone."""
+        """Whether the local tier has no such checkpoint. An unreadable one is not gone."""
         try:
             Path(self._from.path_of(step), MANIFEST).lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -452,10 +451,10 @@ class Drain:
         return False
 
     def _note(self, step: int, number: int | None, error: Exception) -> None:
-        """Decide about a step after a failed attempt."""
+        """Decide what happens to a step after a failed attempt."""
         where = self._from.path, self._to.path
         if not self._leads:
-            # The first process sends what is missing.
+            # The first process sends the missing files.
             logger.warning("%s: this process did not upload its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
             return

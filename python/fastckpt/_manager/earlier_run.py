@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .directory import Directory
     from .prefix import Prefix
 
-#: Checkpoint names given by something other than this manager may also contain a number.
+#: Other programs may also give checkpoints names with a number.
 _numbered = re.compile(r"[0-9]").search
-#: Where the system lists what should be mounted.
+#: The file in which the system lists what should be mounted.
 _MOUNTS = Path("/etc/fstab")
 
 
@@ -73,7 +73,7 @@ def in_store(prefix: Prefix) -> Evidence | None:
 
 
 def _small(names: list[str]) -> Evidence | None:
-    """The files that a manager writes beside checkpoints, but its cache, which it writes before the first one."""
+    """The files that a manager writes beside checkpoints, except its cache, which precedes the first one."""
     kept = next((name for name in names if name == LATEST or (name.endswith(PIN) and not name.startswith("."))), None)
     return Evidence(f"the file {kept} names a checkpoint that does not exist") if kept else None
 

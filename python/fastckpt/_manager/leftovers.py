@@ -1,9 +1,9 @@
 """Leftovers of a run whose writers may still run: reported, watched, and removed once nothing changes.
 
-On file systems whose locks do not reach other machines, nobody may remove the leftovers of another machine's save, and
-each node that is lost during a save leaves a whole checkpoint. A manager relies on its own observation: a workspace in
-which nothing changes between two looks, further apart than any save pauses, has no writer. Neither the clock of another
-machine nor the age of a file counts. Should its writer live all the same, its save fails, and nothing else.
+On file systems whose locks do not reach other machines, no process may remove the leftovers of another machine's save,
+and each node that is lost during a save leaves a whole checkpoint. A manager relies on its own observation: a workspace
+that has not changed between two checks, further apart than the longest pause of a save, has no writer. Neither the
+clock of another machine nor the age of a file counts. If a writer is alive anyway, only its save fails.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds between two looks after which an unchanged workspace is taken to have no writer.
+#: Seconds after which an unchanged workspace is assumed to have no writer.
 UNCHANGED = 600.0
 
 
 class Leftovers:
-    """Those in the directory of a run that have the names of its checkpoints.
+    """The leftovers in the directory of a run that belong to its checkpoints.
 
     Args:
         directory: the run.
@@ -40,14 +40,14 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: The leftovers as they were first seen, and when that was.
+        #: The leftovers as they were first seen, and the time.
         self._seen: dict[str, tuple[Leftover, float]] = {}
         #: Warnings for the report of the next save.
         self.warning: str | None = None
 
     def begin(self) -> None:
         """Begin to watch them, and report how much space they take."""
-        # There may be no directory yet, and without the compiled core nothing is saved here.
+        # The directory may not exist yet, and without the compiled core nothing is saved here.
         with contextlib.suppress(OSError, NotImplementedError):
             unsure = self._look()[0]
             if unsure:
@@ -75,7 +75,7 @@ class Leftovers:
             logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
 
     def _look(self) -> tuple[list[Leftover], set[str]]:
-        """Leftovers without a proof, and the names of checkpoints with an old one moved aside."""
+        """Leftovers whose writers may run, and the names of checkpoints that have an old one moved aside."""
         found = leftovers(self._directory.path)
         unsure = [
             one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None

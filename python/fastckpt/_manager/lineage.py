@@ -1,10 +1,10 @@
-"""Which checkpoints of a run follow from one another.
+"""The lineage of the checkpoints of a run: which one continues which.
 
 A run that goes back to an older checkpoint leaves newer ones behind, and both branches are in one directory. Each save
-notes its place in its metadata: an *order*, which rises from save to save on whatever host, and the *forks* of its
-branch. A fork is the order at which the run continued from an earlier checkpoint: checkpoints saved by then, with a
-higher step than that one or a later order, were left behind. So a checkpoint shows which others its branch has left,
-also those that it never saw, and also if those between them were removed.
+records its place in its metadata: an *order*, which rises from save to save on any host, and the *forks* of its branch.
+A fork is the order at which the run continued from an earlier checkpoint: checkpoints saved before it, with a higher
+step or a later order than the earlier checkpoint, were left behind. So a checkpoint shows which others its branch has
+left, even those that it never saw, and even if checkpoints in between were removed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-#: Where the metadata of a checkpoint has it.
+#: The key of the lineage in the metadata of a checkpoint.
 KEY = "lineage"
-#: The most forks that are noted: retention has long removed what older ones left behind.
+#: The most forks that are recorded: retention has long removed what older forks left behind.
 _MOST = 64
-#: Orders are below it: metadata, whose integers are below twice as much, take all that follow.
+#: The limit of orders. Integers in metadata may be twice as large, which leaves room for all later orders.
 _LIMIT = 2**62
 
 
@@ -41,7 +41,7 @@ class Lineage(NamedTuple):
 
     Attributes:
         order: how late it was saved.
-        forks: by rising order; at least one, but of a checkpoint that no manager saved.
+        forks: by rising order; at least one, unless no manager saved the checkpoint.
         files: the names of the files given with ``files=``.
     """
 
@@ -50,20 +50,20 @@ class Lineage(NamedTuple):
     files: tuple[str, ...] = ()
 
     def has_left(self, step: int, other: Lineage) -> bool:
-        """Whether the branch of this checkpoint has left another one behind, the one of ``step``."""
-        # A checkpoint that no manager saved may have been written again since, also below the step that the branch
+        """Whether the branch of this checkpoint has left another checkpoint behind, that of ``step``."""
+        # A checkpoint that no manager saved may have been rewritten since, even below the step that the branch
         # continues.
         after = other.order if other.forks else 0
         return any(other.order < at and (step > back or after > since) for at, back, since in self.forks)
 
 
 def last(places: Iterable[Lineage]) -> Lineage:
-    """The place of the save that was the last: of those by managers, where there are any."""
+    """The place of the last save: among saves by managers, if there are any."""
     return max(places, key=lambda place: (bool(place.forks), place.order), default=Lineage(0))
 
 
 def of(metadata: Any, created: float) -> Lineage:
-    """What a checkpoint's metadata say of its place; one that no manager has saved goes by when it was ``created``."""
+    """The place in a checkpoint's metadata; a checkpoint that no manager saved is placed by its time ``created``."""
     try:
         noted = metadata[KEY]
         return parse((noted["order"], noted["forks"], noted["files"]))
@@ -76,7 +76,7 @@ def parse(noted: Any) -> Lineage:
 
     Raises:
         TypeError: it is none.
-        ValueError: likewise.
+        ValueError: it is none.
     """
     order, forks, files = noted
     return Lineage(_number(order), tuple(Fork(*map(_number, fork)) for fork in forks), tuple(map(str, files)))
@@ -102,7 +102,7 @@ class History:
         self._turns = True
 
     def see(self, order: int) -> None:
-        """There is a checkpoint of this order: the next one gets a higher one."""
+        """A checkpoint of this order exists: the next save gets a higher order."""
         self._order = max(self._order, order)
 
     def resume(self, step: int, lineage: Lineage) -> None:
@@ -111,27 +111,27 @@ class History:
         self.see(lineage.order)
 
     def go_back(self, step: int) -> Lineage:
-        """The place of the run until its next save: it has left what is above the restored ``step``."""
+        """The place of the run until its next save: it has left all steps above the restored ``step``."""
         plan = self.plan(step + 1)
         return parse((plan["order"], plan["forks"], ()))
 
     def plan(self, step: int) -> dict[str, Any]:
         """The place in the lineage for the metadata of a save of ``step``."""
-        # The clock orders only checkpoints that were never seen, as on a remote tier that does not answer.
+        # The clock orders only checkpoints that were never seen, such as those on a remote tier that does not answer.
         order, forks = time.time_ns() // 1000, self._forks
         if order <= self._order:
-            # Two nodes that go on from one checkpoint must not get one order: nothing else tells their saves apart.
+            # Two nodes that continue from one checkpoint need different orders: nothing else distinguishes their saves.
             order = self._order + 1 + secrets.randbits(20)
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
-            # Checkpoints that the new fork leaves behind anyway are not noted twice.
+            # Checkpoints that the new fork leaves behind anyway are not recorded twice.
             more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
             forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}
 
     def begin(self, step: int, plan: Mapping[str, Any]) -> None:
-        """A save begins with the planned place."""
+        """Record that a save begins with the planned place."""
         self._order, self._forks, _ = parse((plan["order"], plan["forks"], ()))
         self._step, self._turns = step, False

@@ -43,43 +43,43 @@ from .tier import Tier
 class Manager:
     """The checkpoints of one run, which share one directory.
 
-    Each checkpoint is a directory of its own, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
+    Each checkpoint is a separate directory, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
     Only the directories count. The file ``latest`` names the checkpoint that became durable last, and is a hint for
     people and scripts.
 
-    Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
-    that it has made durable itself, so the newest always stays. No manager knows what another one wants to keep; pass
-    the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
+    Several managers, of several processes, may use one directory: each removes only checkpoints older than one that it
+    has made durable itself, so the newest always stays. No manager knows the policies of another; pass the same
+    policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
 
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
-    ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
-    They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
-    for the timeout, is a :class:`fastckpt.exceptions.RanksError` on the others.
+    ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also leave the ``with``
+    statement together. They save and load as :func:`fastckpt.distributed.save` and ``load`` do. If a rank fails, or
+    makes no progress for the timeout, the others raise :class:`fastckpt.exceptions.RanksError`.
 
     Args:
         directory: the directory of the checkpoints. The first save makes it.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
-            :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; where no group was
-            initialised, this process alone. ``"alone"``: this process alone, whatever groups there are.
+            :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; without an initialised
+            group, only this process. ``"alone"``: only this process, whatever groups exist.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
-            short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
+            short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints stay anyway.
         save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
-            number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval that loses
-            the least time. None saves each step for which ``save`` is called.
-        async_save: save in the background (:func:`fastckpt.save_async`), or else at once (:func:`fastckpt.save`).
+            number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval with the
+            least lost time. None saves each step for which ``save`` is called.
+        async_save: save in the background (:func:`fastckpt.save_async`); else in the call (:func:`fastckpt.save`).
         name: the format of the names.
-        read_only: write and remove nothing: for programs that evaluate the checkpoints of another one. Without ``keep``
-            it uses the policies of the run's own manager.
-        remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
-            background after it is durable here (docs/tiers.md).
-        remote_keep: as ``keep``, for the remote.
+        read_only: write and remove nothing: for programs that evaluate the checkpoints of a run. Without ``keep`` it
+            uses the policies of the run's own manager.
+        remote: a second place for the checkpoints, a path or the URL of an object store: once durable, each is copied
+            there in the background (docs/tiers.md).
+        remote_keep: like ``keep``, for the remote tier.
         remote_bandwidth_limit: bytes per second for each process that copies, or a string such as ``"500MB/s"``; None
             for no limit.
         stale: how to react if the step has advanced, but no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
         save_options: further arguments for the saves: ``{"io": fastckpt.IO(lazy=True, threads=1)}``. Each save has the
-            checkpoint before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
+            previous checkpoint as its ``base``, unless ``base`` is given here; ``{"base": None}`` for none.
 
     Raises:
         ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
@@ -155,7 +155,7 @@ class Manager:
         *,
         asynchronous: bool,
     ) -> None:
-        """Make the parts. Each knows some of the entries before it, and none of those after it."""
+        """Make the parts. Each refers to some of the parts before it, and to none after it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
         timing, leftovers = StepTiming(), Leftovers(local.place)
         signals = self._signals = Signals(shared=ranks.size > 1)
@@ -182,17 +182,17 @@ class Manager:
     # Saving.
 
     def should_save(self, step: int) -> bool:
-        """Whether to save ``step``; call it at the end of each step, where the state is whole.
+        """Whether to save ``step``; call it at the end of each step, when the state is whole.
 
-        It may be asked again about one step, also during an evaluation. When a signal of :meth:`save_on_signal` has
-        come, it is true, whatever the policies decide; if that step is saved already, the signal is answered here.
+        It may be called again for one step, even during an evaluation. After a signal of :meth:`save_on_signal`, it is
+        true, whatever the policies decide; if that step is saved already, this call answers the signal.
 
         Args:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether to save it, the same on all ranks. They ask each other at most once per second, after a signal has
-            come to one of them, and at each step that a policy wants for its number.
+            Whether to save it, the same on all ranks. They ask each other at most once per second, after a signal to
+            one of them, and at each step that a policy wants for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
@@ -219,18 +219,16 @@ class Manager:
 
         In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
         is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
-        For a signal that has come, it is saved at once instead, within the grace period, and the signal is passed on
-        after that.
+        After a signal, the step is saved at once, within the grace period, and then the signal is passed on.
 
         Args:
             step: the number of the training step.
             state: as for :func:`fastckpt.save`.
-            metrics: numbers by name, such as ``{"loss": 1.5}``, which are stored in the checkpoint's metadata; of
-                several ranks those of the first.
-            force: save whatever the policies decide, also a step that is saved already.
-            metadata: more for the checkpoint's metadata, without tensors; the first rank's counts.
-            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
-                back.
+            metrics: numbers by name, such as ``{"loss": 1.5}``, which are stored in the checkpoint's metadata; in a
+                job, the coordinator's.
+            force: save whatever the policies decide, even a step that is saved already.
+            metadata: more for the checkpoint's metadata, without tensors; in a job, the coordinator's.
+            per_rank: a separate state of this rank, as for :func:`fastckpt.distributed.save`; ``restore`` returns it.
 
         Returns:
             Whether the save was begun.
@@ -241,7 +239,7 @@ class Manager:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
             Exception: the errors of :func:`fastckpt.save` or :func:`fastckpt.save_async`, or of their namesakes in
                 :mod:`fastckpt.distributed`, including the failure of the last save in the background; the save of this
-                call then goes on.
+                call then continues.
         """
         self._check("save")
         try:
@@ -253,9 +251,9 @@ class Manager:
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
-        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; then
-        it does not wait for copies, which continue. In a job of several ranks all of them call it, and it returns when
-        this is true on all.
+        After a signal of ``save_on_signal`` it waits at most for the grace period, then abandons the save. It does not
+        wait for copies, which continue. In a job of several ranks all of them call it, and it returns when this is true
+        on all.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -267,7 +265,7 @@ class Manager:
             TimeoutError: it has not finished in time; it continues.
             CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
-            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
+            Exception: the last save failed; or a copy failed, and so did a new attempt.
         """
         return self._completion.wait(timeout)
 
@@ -276,20 +274,20 @@ class Manager:
     def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
         """Save when one of these signals comes, at the next step boundary, and then let it have its usual effect.
 
-        At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
-        the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
-        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal has its
-        earlier effect, except for SIGUSR1 and similar ones, which do not end a child. Call it in the main thread, after
-        others have installed their handlers.
+        The next call of :meth:`should_save` or :meth:`save` saves the step; within :meth:`steady`, the handler saves at
+        once. When the checkpoint is durable, or abandoned, the earlier handler of the signal is called. Without one the
+        process ends by SystemExit with 128 + the signal number. In a forked child nothing is saved, and the signal has
+        its earlier effect, except that SIGUSR1 and similar ones do not end a child. Call this in the main thread, after
+        other code has installed its handlers.
 
         In a job of several ranks, all respond to a signal that reaches one of them, and save the same step. Each then
-        does what it would do if it had received the signal itself.
+        acts as if it had received the signal itself.
 
         Args:
-            signals: numbers; SIGTERM without any.
+            signals: their numbers; by default SIGTERM.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
-                that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
-            exit: False: without an earlier handler, continue; the loop ends when :attr:`preempted` is set.
+                that is not durable after nine tenths of it is abandoned, and nothing of it stays. None: no limit.
+            exit: False: without an earlier handler, continue; the loop ends itself when :attr:`preempted` is set.
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
@@ -302,14 +300,14 @@ class Manager:
         self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
 
     def save_on(self, *, notice: Callable[[], object]) -> None:
-        """Save at each boundary where ``notice`` has news: a scheduler that is asked, and sends no signal.
+        """Save at each boundary at which ``notice`` has news: for a scheduler that is polled and sends no signal.
 
-        It is asked once at each boundary, on all ranks. Each answer that is true, and that it has not given before, has
-        that step saved, whatever the policies decide. Training continues until the scheduler ends it.
+        It is called once at each boundary, on all ranks. Each new true result saves that step, whatever the policies
+        decide. Training continues until the scheduler ends it.
 
         Args:
-            notice: what to ask, such as ``ray.train.get_preemption_info``. It gives the same on all ranks in the same
-                step; it may wait for them.
+            notice: the function to call, such as ``ray.train.get_preemption_info``. It must return the same on all
+                ranks in the same step; it may wait for them.
 
         Raises:
             RuntimeError: the manager is read-only.
@@ -324,9 +322,9 @@ class Manager:
 
     @property
     def preempted(self) -> int | None:
-        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
+        """The first signal of :meth:`save_on_signal` that was answered, or None. If it is set, the loop may end.
 
-        It is None until the checkpoint is durable, or given up, so a loop that ends when it is set has saved.
+        It is None until the checkpoint is durable, or abandoned, so a loop that ends when it is set has saved.
         """
         return self._signals.first
 
@@ -340,14 +338,14 @@ class Manager:
         metadata: Mapping[str, Any] | None = None,
         per_rank: Any = None,
     ) -> Iterator[None]:
-        """A block in which ``state`` does not change: an evaluation, a wait for data, a compilation.
+        """A context in which ``state`` does not change: an evaluation, a wait for data, a compilation.
 
-        For a signal that comes within or before it, the signal handler saves at once: ``state`` is saved as the
-        checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step is half done.
-        Pass the state as :meth:`save` gets it, made at its beginning.
+        If a signal comes within or before it, the signal handler saves ``state`` at once as the checkpoint of ``step``,
+        unless that is saved already. Elsewhere a handler cannot know whether a step is half done. Pass the state as for
+        :meth:`save`, made when the context begins.
 
         In a job of several ranks no handler can act alone: all ranks respond to a signal together, at the beginning or
-        the end of the block.
+        the end of the context.
 
         Args:
             step: as for :meth:`save`.
@@ -357,7 +355,7 @@ class Manager:
             per_rank: as for :meth:`save`.
 
         Returns:
-            A context manager: the stretch is its block.
+            A context manager.
         """
         self._check("steady")
         with self._boundary.steady(step, state, metrics, metadata, per_rank):
@@ -375,30 +373,29 @@ class Manager:
         discard_newer: bool = False,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest checkpoint in which every byte verifies, or that of a step.
+        """Load the newest checkpoint in which every byte verifies, or the checkpoint of a step.
 
-        The newest one of the branch that saved last: checkpoints that a run left behind when it went back to an earlier
-        step are loaded by their number only. A newer one that cannot be loaded is skipped with a warning that names the
-        reason; it stays, and does not count as kept. One of a format that this release does not read is not skipped but
-        an error.
+        "Newest" is on the branch that saved last: checkpoints that a run left behind when it went back to an earlier
+        step are loaded by their number only. A newer checkpoint that cannot be loaded is skipped with a warning that
+        names the reason; it stays, and does not count as kept. A format that this release does not read is an error.
 
         With a remote tier, missing or damaged checkpoints are fetched from there, and then loaded from the directory;
-        or from the remote itself if the directory has no room.
+        or from the remote tier if the directory has no room.
 
         Args:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
-            step: load this one and no other.
+            step: load the checkpoint of this step and no other.
             exclude: as for :func:`fastckpt.load`.
-            fresh: start from the beginning even if an earlier run left no checkpoint here; otherwise that is an error.
-            discard_newer: with ``step``: then remove all higher steps but pinned ones, on each tier.
+            fresh: start from the beginning even if only traces of an earlier run are here; otherwise an error.
+            discard_newer: with ``step``: afterwards remove all higher steps except pinned ones, on each tier.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
-            Step, state, metrics; None where no run has been yet. All ranks get the same step.
+            Step, state, metrics; None if there was no run. All ranks get the same step.
 
         Raises:
-            CheckpointError: no checkpoint is here, but something else shows that a run was: the message names it.
-            CorruptCheckpointError: there are checkpoints, and none can be loaded.
+            CheckpointError: no checkpoint is here, but there is a trace of a run, which the message names.
+            CorruptCheckpointError: none of the checkpoints can be loaded.
             NotACheckpointError: the directory holds files of another program, perhaps under names of checkpoints.
             FileNotFoundError: there is no checkpoint of ``step``.
             OSError: the remote tier does not answer, and the directory has no checkpoint, or ``discard_newer`` is
@@ -412,7 +409,7 @@ class Manager:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
-        # Now, and not first when there is something to load.
+        # Now, not only when there is something to load.
         LoadSettings.of("restore", options)
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
@@ -448,7 +445,7 @@ class Manager:
         if os.getpid() == self._process:
             self._completion.end_block(error)
 
-    # What is there.
+    # Queries.
 
     def __repr__(self) -> str:
         return f"<fastckpt.Manager {self.directory!r}{' read-only' if self._read_only else ''}>"
@@ -496,11 +493,11 @@ class Manager:
         return range(self._restored + 1, step_of("remaining", last) + 1)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, rising; from the names of the directories alone."""
+        """The steps that have a checkpoint, rising; from the names of the directories only."""
         return self._local.place.look().steps
 
     def checkpoints(self) -> list[ManagedCheckpoint]:
-        """The checkpoints of all tiers, by rising step: what was saved with each, where it is, and why it stays.
+        """The checkpoints of all tiers, by rising step: with their metrics, their tiers, and the reasons why they stay.
 
         Raises:
             OSError: the remote tier does not answer.
@@ -509,22 +506,22 @@ class Manager:
         return checkpoints_of(self._local, self._remote, self.policies)
 
     def latest(self) -> int | None:
-        """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
+        """The newest step of the branch that saved last, or None. Only :meth:`restore` shows whether it loads."""
         return max(self._catalogue.own(self._catalogue.entries(self.steps())), default=None)
 
     @property
     def policies(self) -> list[keeping.Policy]:
-        """The policies of ``keep=``. A read-only manager without any uses those of the run's own manager.
+        """The policies of ``keep=``. A read-only manager without ``keep=`` uses the policies of the run's own manager.
 
         Raises:
-            ValueError: a later release has written them, and this one does not know them.
+            ValueError: a later release wrote them, and this release does not know them.
         """
         if self._keep is not None or not self._read_only:
             return [*(self._keep or ())]
         return [keeping.parse(text) for text in self._catalogue.keep or ()]
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
+        """The step of the branch that saved last whose checkpoint has the best metric, or None if none has the metric.
 
         Args:
             metric: its name; by default that of the first :class:`fastckpt.keep.Best` among the policies.
@@ -569,7 +566,7 @@ class Manager:
         if self._remote is not None:
             there = self._remote.pin(step) or there
         if self._drain is not None and self._local.place.is_pinned(step):
-            # The remote tier may have removed it, or may not have wanted it.
+            # The remote tier may have removed it, or never had it.
             self._drain.again(step)
         if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
@@ -581,7 +578,7 @@ class Manager:
             step: its training step.
 
         Raises:
-            OSError: the remote tier does not answer; on the local one the pin is off.
+            OSError: the remote tier does not answer; the local pin is removed.
             RuntimeError: the manager is read-only.
         """
         self._check("unpin")
@@ -592,7 +589,7 @@ class Manager:
     def _discard_beyond(self, found: Restored) -> None:
         step, remote = found.step, self._remote
         place = self._saves.place_after(step, found.lineage)
-        # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
+        # Checkpoints pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         with contextlib.ExitStack() as stack:
             # The directory may not exist, or be full.

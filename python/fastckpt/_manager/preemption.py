@@ -1,8 +1,8 @@
-"""Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
+"""Handles signals that announce the end of a run: each is recorded when it comes, answered, and passed on.
 
-It is answered where the state is whole, and within the grace period: the step is saved, or saves in flight become
-durable or are given up. Passing it on means to let it have its effect without the manager. ``step_boundary`` decides
-where the state is whole, ``completion`` what else waits.
+It is answered when the state is whole, and within the grace period: the step is saved, or saves in flight become
+durable or are abandoned. Passing it on means letting it have its effect without the manager. ``step_boundary`` decides
+when the state is whole, ``completion`` what else waits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for ending the
-#: process.
+#: The share of the grace period for the save; the rest is for removing a save that takes longer, and for exit.
 _SHARE = 0.9
 #: Seconds for a save that all ranks began in time.
 _LEAST = 0.01
@@ -41,13 +40,13 @@ _LEAST = 0.01
 class Signals:
     """The signals that a manager answers.
 
-    The handler takes no lock and logs nothing: it runs on top of whatever the main thread was doing.
+    The handler takes no lock and logs nothing: it may interrupt anything in the main thread.
 
     Args:
-        shared: whether only those are answered on which all ranks have agreed.
+        shared: whether a signal is answered only after all ranks have agreed on it.
 
     Attributes:
-        answer: answers a signal as it comes, in the handler; None while the state may be inconsistent.
+        answer: answers a signal when it comes, in the handler; None while the state may be inconsistent.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -59,11 +58,11 @@ class Signals:
         self._over = False
         #: Signals that have come and are not answered yet, in order.
         self._pending: list[int] = []
-        #: How many have come.
+        #: The number of signals that have come.
         self.came = 0
-        #: Those that are to be answered.
+        #: The signals to answer.
         self._called: list[int] = [] if shared else self._pending
-        #: When a save for them must be done.
+        #: The deadline of a save for them.
         self._deadline = math.inf
         #: Whether one of them has ended the run.
         self.exiting = False
@@ -97,7 +96,7 @@ class Signals:
 
     @contextlib.contextmanager
     def answered_by(self, answer: Callable[[], object]) -> Iterator[None]:
-        """Within this block a signal is answered as it comes."""
+        """A context in which a signal is answered when it comes."""
         around, self.answer = self.answer, answer
         try:
             yield
@@ -105,10 +104,10 @@ class Signals:
             self.answer = around
 
     def answer_now(self) -> None:
-        """Answer the signals that have come, if possible here: in the handler, or at the beginning of such a block."""
+        """Answer the signals that have come, if possible here: in the handler, or at the beginning of that context."""
         answer = self.answer
         if answer is not None and self._pending:
-            # A second signal that arrives meanwhile is only noted.
+            # A second signal that arrives meanwhile is only recorded.
             self.answer = None
             try:
                 answer()
@@ -121,14 +120,14 @@ class Signals:
         return tuple(self._pending)
 
     def told(self) -> Came:
-        """What has come to this rank, for the others."""
+        """The signals of this rank, for the others."""
         count = self.came
         left = None if self.deadline == math.inf else self.deadline - time.monotonic()
         return Came(count, self.pending, left)
 
     @property
     def called(self) -> bool:
-        """Whether there is a signal to be answered."""
+        """Whether a signal must be answered."""
         return bool(self._called)
 
     @property
@@ -138,14 +137,14 @@ class Signals:
 
     @property
     def end(self) -> float:
-        """Until when there is time for more, after the signals that were answered; it never comes once all of the grace
+        """Until when there is time for more, after the signals that were answered; infinite once all of the grace
         period is over, and the process lives.
         """  # noqa: D205 - two sentences that belong together
         over = self._end + self.grace * (1 / _SHARE - 1)
         return self._end if time.monotonic() < over else math.inf
 
     def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
-        """These are to be answered on all ranks, wherever they have come; ``left`` seconds are left for a save."""
+        """All ranks answer these signals, whichever rank they came to; ``left`` seconds are left for a save."""
         if self._called is self._pending:
             return
         deadline = min(self.deadline, math.inf if left is None else time.monotonic() + left)
@@ -153,11 +152,11 @@ class Signals:
         self._deadline = deadline
 
     def names(self) -> str:
-        """The signals that have come, for people."""
+        """The names of the signals that have come, for messages."""
         return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
 
     def pass_on(self) -> None:
-        """Let the signals have their effect without us, each once.
+        """Let the signals have their effect without the manager, each once.
 
         Raises:
             SystemExit: there was no handler for a signal whose default is to end the process.
@@ -184,7 +183,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # Code that installed a handler after this one has restored this one.
+            # Code that installed a later handler has restored this one.
             self._default(number, frame)
             return
         if not self._pending:
@@ -195,10 +194,10 @@ class Signals:
         self.answer_now()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:
-        """A forked child saves nothing, and a signal that would end it does.
+        """A forked child saves nothing, and a signal that would end it ends it.
 
-        A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
-        program would lose its data-loader workers before it has saved.
+        But a notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not: the program would
+        lose its data-loader workers before it has saved.
         """
         ends = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}
         if number in ends or callable(self._before.get(number)):
@@ -216,7 +215,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preemption:
-    """Answers signals in a run, which has a directory, on all ranks alike."""
+    """Answers signals in the run of a directory, equally on all ranks."""
 
     directory: str
     signals: Signals
@@ -224,16 +223,16 @@ class Preemption:
     ranks: Crew
 
     def settle(self) -> None:
-        """Wait for the saves in flight, and give up those that do not become durable within the grace period."""
+        """Wait for the saves in flight, and abandon those that do not become durable within the grace period."""
         for path in self.saves.settle(self.signals.deadline):
             self._given_up(f"{path} was not durable in time")
 
     def answer(self, step: int, given: StepState | None) -> bool:
-        """Save for the signals that have come, unless the step is saved, and pass them on; whether it is durable.
+        """Save for the signals that have come, unless the step is saved, and pass them on; returns success.
 
         Args:
             step: the step.
-            given: its state; None where no time is left to save.
+            given: its state; None if no time is left to save.
         """
         signals, saves = self.signals, self.saves
         names, deadline = signals.names(), signals.deadline
@@ -266,7 +265,7 @@ class Preemption:
         return saves.step == step
 
     def answer_at_end(self) -> None:
-        """Pass on the signals that have come when there will be no further step; among several ranks, not yet."""
+        """Pass on the signals that have come when no further step follows; in a job, not yet."""
         try:
             self.settle()
         finally:
@@ -274,9 +273,9 @@ class Preemption:
                 self.signals.pass_on()
 
     def pass_on_at_end(self) -> None:
-        """The same among several ranks, which have exchanged all that they will."""
-        # All ranks have agreed in `wait` on the signals known to any of them; a signal that came to this rank since is
-        # its own.
+        """Pass on the signals in a job, after the last round of the ranks."""
+        # All ranks have agreed in `wait` on the signals known to any of them; a signal that came later concerns only
+        # this rank.
         self.signals.pass_on()
         self.signals.agree(self.signals.pending, None)
         self.signals.pass_on()

@@ -1,8 +1,8 @@
 """The run below a URL of an object store, with the interface of :class:`.directory.Directory`.
 
-An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
-the checkpoint's, and it exists as soon as its manifest does, which is written last. A step that is saved again has its
-old checkpoint until the new manifest takes the place of the old one.
+An object store has no directories and no rename: the names of a checkpoint's objects begin with its name, and it exists
+once its manifest does, which is written last. A step that is saved again keeps its old checkpoint until the new
+manifest replaces the old one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: How many manifests are requested at a time: each costs a round trip to the store.
+#: Manifests that are requested at the same time: each costs a round trip to the store.
 _AT_A_TIME = 32
-#: How often the listing is repeated while checkpoints come and go.
+#: How often the listing is repeated while checkpoints change.
 _LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
-#: Seconds for which uploaded objects are left alone: their copy may still be running.
+#: Seconds for which uploaded objects are not removed: their copy may still be running.
 _UNDER_WAY = timedelta(days=1)
 
 
@@ -42,7 +42,7 @@ class Prefix:
         self._objects = objects
         self.path = objects.url
         self.names = names
-        #: The steps for which the last listing found objects and no manifest.
+        #: The steps for which the last listing found objects but no manifest.
         self.unfinished: set[int] = set()
         #: The steps for which it found objects.
         self._begun: set[int] = set()
@@ -66,9 +66,9 @@ class Prefix:
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
             whole = self.whole(map(self.names.name_of, begun))
             steps = [step for step in map(step_of, whole) if step is not None]
-            # Other threads take out of it from here on.
+            # From here on, other threads remove items from it.
             self._looked = whole
-            # A checkpoint whose manifest has gone since the listing may have been removed for a newer one that did not
+            # A checkpoint whose manifest is gone since the listing may have been removed for a newer one that did not
             # exist then.
             missing = sorted({*begun} - {*steps})
             if not missing or missing == before:
@@ -79,7 +79,7 @@ class Prefix:
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
     def names_below(self) -> tuple[list[str], list[str]]:
-        """The names below which there are objects, and the objects here.
+        """The names that have objects below them, and the objects at this level.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -92,7 +92,7 @@ class Prefix:
         self._objects.write(self._pin(step), [], 0, None)
 
     def is_pinned(self, step: int) -> bool:
-        """Whether there is a pin, as of now."""
+        """Whether the checkpoint is pinned now."""
         try:
             self._objects.size(self._pin(step))
         except FileNotFoundError:
@@ -100,12 +100,12 @@ class Prefix:
         return True
 
     def unpin(self, step: int) -> None:
-        """Take the pin off."""
+        """Remove the pin."""
         if self.is_pinned(step):
             self._objects.remove([self._pin(step)])
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; files of others stay.
+        """Remove the checkpoint of a step; other files stay.
 
         ``files`` are the names of the files given with ``files=``.
 
@@ -113,7 +113,7 @@ class Prefix:
             The files that stay, in words; empty if there are none.
 
         Raises:
-            OSError: the store does not answer, or refuses; FileNotFoundError: there is none.
+            OSError: the store does not answer, or refuses; FileNotFoundError: there is no checkpoint.
         """
         from fastckpt._stores.checkpoints import remove  # noqa: PLC0415 - for a URL alone
 
@@ -124,19 +124,19 @@ class Prefix:
         """The content of a small object of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError where there is none.
+            OSError: it cannot be read; FileNotFoundError if it does not exist.
         """
         return self._objects.read_all(name, _SMALL)
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:  # noqa: ARG002 - a store knows no other way
-        """Give an object of the run a new content in one step."""
+        """Replace the content of an object of the run in one step."""
         self._objects.write(name, [content], len(content), None)
 
     def settle(self) -> None:
-        """What a store has taken is durable."""
+        """Do nothing: an object that a store has accepted is durable."""
 
     def identity(self, name: str) -> Identity | None:
-        """A value that another checkpoint of the same name would not have; None if there is none."""
+        """A value that distinguishes a checkpoint from others of the same name; None if there is no checkpoint."""
         return self._looked.pop(name, None) or self._identity(name)
 
     def _identity(self, name: str) -> Identity | None:
@@ -153,7 +153,7 @@ class Prefix:
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
         """Remove leftovers of killed copies, from this host or another, of steps for which ``is_over`` returns True.
 
-        A store cannot tell whether a name is still being written to: objects younger than a day stay.
+        A store cannot show whether an object is still being written: objects younger than a day stay.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -169,13 +169,13 @@ class Prefix:
                 self.unfinished.discard(step)
 
     def forget(self, step: int) -> None:
-        """Remove leftovers of killed copies of a step that no process continues, if the last listing has found any.
+        """Remove leftovers of killed copies of a step that no process continues, if the last listing found any.
 
         Raises:
             OSError: the store does not answer, or refuses.
         """
         if step not in self._begun:
-            # A fast trainer skips most of these steps. Asking for each would take longer than it takes to save them.
+            # A fast trainer skips most of these steps. A request for each would take longer than its save.
             return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
@@ -183,7 +183,7 @@ class Prefix:
             logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
     def whole(self, names: Iterable[str]) -> dict[str, Identity]:
-        """Those of these names that have a manifest, in the same order.
+        """The names among these that have a manifest, in the same order.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -197,5 +197,5 @@ class Prefix:
         return self.names.name_of(step) + PIN
 
 
-#: The part of the URL below which the checkpoints of a run are.
+#: The part of the URL above the checkpoints of a run.
 Place: TypeAlias = Directory | Prefix

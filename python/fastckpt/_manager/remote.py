@@ -1,4 +1,4 @@
-"""The remote tier: which checkpoints it holds, the work after a copy, and fetching for a restore."""
+"""The remote tier: which checkpoints it holds, the work after a copy, and the fetch for a restore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Errors of a local tier that has no room for a checkpoint, accepts none, or accepts none in place of what is there.
+#: Errors of a local tier that has no room for a checkpoint, accepts none, or does not replace an existing one.
 _NO_ROOM = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
@@ -37,7 +37,7 @@ _NO_ROOM = {
 
 
 def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remote | None:
-    """The tier of ``remote=`` and ``remote_keep=``; None without the former.
+    """The tier of ``remote=`` and ``remote_keep=``; None without ``remote=``.
 
     Raises:
         ImportError: it is a URL, and the package for URLs is missing.
@@ -66,7 +66,7 @@ class Remote(Tier[Place]):
     def __init__(self, place: Place, policies: Sequence[Policy], local: Tier[Directory]) -> None:
         super().__init__(place, policies)
         self._local = local
-        #: The number of the step that its ``latest`` names, in the order in which steps were queued.
+        #: The number of the step in its ``latest``, in the order of the queue.
         self._latest = -math.inf
 
     # For the drain.
@@ -79,7 +79,7 @@ class Remote(Tier[Place]):
         return not there or there != here
 
     def is_better(self, step: int) -> bool:
-        """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""
+        """Whether it has a later save of a step, or a save of the continuing branch, which left the local one."""
         tiers = self._local, self
         here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
         if here is None or there is None or there.lineage.order == here.lineage.order:
@@ -89,7 +89,7 @@ class Remote(Tier[Place]):
         return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
-        """The waiting steps, each with its number, that its policies would not keep.
+        """The waiting steps, with their numbers, that its policies would not keep.
 
         Raises:
             OSError: it does not answer.
@@ -105,16 +105,16 @@ class Remote(Tier[Place]):
         pinned = {*pinned, *self._local.place.look().pinned}
         try:
             wanted = reasons_on_branch(known, self._local.catalogue.tip(known), self.policies, pinned, time.time())
-        except Exception:  # a policy of the caller's
+        except Exception:  # a policy of the caller
             logger.exception("%s: a policy raised, and everything is copied", self.place.path)
             return []
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and leftovers of copies.
+        """Work after a checkpoint is whole there: update ``latest`` and its pin, remove older ones and leftovers.
 
-        It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
-        step that ``waits`` is still to be copied. One that the run has left is not the newest for retention.
+        It had this ``number`` in the queue, and was there before if nothing had to be copied. A step that ``waits``
+        must still be copied. A checkpoint that the run has left does not count as the newest for retention.
         """
         local, place = self._local, self.place
         try:
@@ -127,7 +127,7 @@ class Remote(Tier[Place]):
             if local.place.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
             if (was_there and not is_latest) or (durable := self._durable) is None:
-                # One of perhaps thousands that an earlier run has copied: nothing has changed.
+                # One of perhaps thousands that an earlier run copied: nothing has changed.
                 return
             if self.policies:
                 self.clear(durable)
@@ -137,7 +137,7 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
-        """The next step to be copied is the last one of the run; returns what takes that back."""
+        """Treat the next copied step as the last one of the run; returns a function that undoes this."""
         before = self._durable, self._latest
         self._durable, self._latest = to
         return before
@@ -145,14 +145,14 @@ class Remote(Tier[Place]):
     # For a restore.
 
     def fetch(self, step: int, *, differs: bool, share: tuple[int, int] = (0, 1)) -> str:
-        """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
+        """Fetch the remote checkpoint of a step to the local tier; returns the place to load it from.
 
-        Good files on the local tier are not fetched. If its save of the step ``differs``, and so is nowhere else, or if
-        it has no room, or must not or cannot be written, the remote one is read instead. Where processes of several
-        nodes each fetch a ``share`` of the files, this is the first; it fetches what the others do not.
+        Good files on the local tier are not fetched. The remote checkpoint is read instead if the local save of the
+        step ``differs``, and so exists nowhere else, or if the local tier has no room, or may not or cannot be written.
+        If several nodes each fetch a ``share`` of the files, this is the first, which fetches missing ones.
 
         Raises:
-            CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
+            CorruptCheckpointError: it is damaged on this tier, and the local tier has nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)
@@ -164,10 +164,10 @@ class Remote(Tier[Place]):
         except CorruptCheckpointError:
             if len(sources) == 1:
                 raise
-            # The two are not the same: the step was saved again, and not copied again.
+            # The two differ: the step was saved again, but not copied again.
             return there
         except (OSError, ValueError) as error:
-            # A ValueError means that what is there cannot be copied.
+            # A ValueError means that the remote checkpoint cannot be copied.
             fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
                 raise
@@ -177,6 +177,6 @@ class Remote(Tier[Place]):
         return here
 
     def fetch_share(self, step: int, *, differs: bool, share: tuple[int, int]) -> None:
-        """Fetch a share of the files for the process that calls :meth:`fetch`, which finds out what is missing."""
+        """Fetch a share of the files for the process that calls :meth:`fetch`, which then fetches the missing ones."""
         with contextlib.suppress(CheckpointError, CancelledError, OSError, ValueError):
             self.fetch(step, differs=differs, share=share)

@@ -46,8 +46,8 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
-#: How often the directory is listed again because a checkpoint was removed while it was being read; and how many are
-#: tried with ``strict=False``.
+#: How often the directory is listed again because a checkpoint was removed while it was read; and how many checkpoints
+#: are tried with ``strict=False``.
 _LOOKS = 20
 #: Errors of storage that concern one damaged file: an older checkpoint may be intact.
 _DAMAGE = {
@@ -69,9 +69,9 @@ class Restored:
         path: its directory.
         skipped: newer checkpoints that could not be loaded: step and reason, the newest first.
         report: the report of the load.
-        per_rank: the value that this rank gave to ``save(per_rank=...)``; None if it gave none, or if another number of
-            ranks has saved (:func:`fastckpt.distributed.load_per_rank` returns each).
-        lineage: its place in the run, as in docs/manager.md.
+        per_rank: the value that this rank gave to ``save(per_rank=...)``; None if it gave none, or if the number of
+            ranks differs (:func:`fastckpt.distributed.load_per_rank` returns each).
+        lineage: its place in the run (docs/manager.md).
     """
 
     step: int
@@ -96,8 +96,8 @@ class Loader:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
-            FileNotFoundError: there is none.
-            OSError: the remote tier does not answer, and is ``needed``, or there is none in the directory.
+            FileNotFoundError: it does not exist.
+            OSError: the remote tier does not answer, and is ``needed``, or the directory has no checkpoint.
         """
         listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
@@ -112,14 +112,14 @@ class Loader:
         return found
 
     def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
-        """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
+        """Load the newest checkpoint that can be loaded, and warn of each newer one; None if there is none at all.
 
-        With ``fresh``, None also where a run was, and nothing of it is a checkpoint.
+        With ``fresh``, also None if a run was here, but nothing of it is a checkpoint.
 
         Raises:
             CheckpointError: there is none, and a run was here.
-            CorruptCheckpointError: none can be.
-            OSError: there is none in the directory, and the remote tier does not answer.
+            CorruptCheckpointError: none can be loaded.
+            OSError: the directory has no checkpoint, and the remote tier does not answer.
         """
         skipped: dict[int, str] = {}
         kinds: set[str] = set()
@@ -127,7 +127,7 @@ class Loader:
         def look() -> list[Candidate]:
             listed = self.ranks.first("restore", self.candidates.look)
             found = [Candidate(*one) for one in listed if one[0] not in skipped]
-            # With `strict=False` each is compared with all that are older.
+            # With `strict=False` each is compared with all older ones.
             return found if how.get("strict", True) else found[:_LOOKS]
 
         tries, looks = look(), 1
@@ -140,14 +140,14 @@ class Loader:
             if not isinstance(found, Lost):
                 return found
             failures = found.failures
-            # Where another writes and removes, the first rank's view counts.
+            # If another process writes and removes, the coordinator's view counts.
             if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
-                # It was removed in favour of one that became durable after the listing.
+                # It was removed in favour of a checkpoint that became durable after the listing.
                 tries, looks = look(), looks + 1
                 continue
             if not failures.skips:
                 raise found.error
-            # The copy of it on the remote tier comes next.
+            # Its copy on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
                 skipped[one.step] = failures.listed[0].why
@@ -174,9 +174,9 @@ class Loader:
         how: Mapping[str, Any],
         older: Sequence[Candidate] = (),
     ) -> Restored | Lost:
-        """Load a checkpoint on all ranks or on none. Before it others were ``skipped``; ``older`` ones may come after.
+        """Load a checkpoint on all ranks or on none, after others were ``skipped``; ``older`` ones may follow.
 
-        Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
+        If it cannot be fetched from the remote tier for any reason, an older checkpoint may be loaded instead.
         """
         what = f"restore: {self.candidates.local.place.path_of(one.step)}"
         return attempt(self.ranks, what, partial(self._load, one, skipped, how, older), OSError if one.far else ())
@@ -194,21 +194,21 @@ class Loader:
         if older and how.get("into") is not None and not how.get("strict", True):
             self.ranks.first("restore: verify", lambda: self._verify_what_older_lack(path, older))
         into, options = how["into"], {name: value for name, value in how.items() if name != "into"}
-        options["io"] = without_report(how.get("io", "auto"))  # the manager gives it, where all ranks have loaded
+        options["io"] = without_report(how.get("io", "auto"))  # the manager calls it, after all ranks have loaded
         settings = partial(LoadSettings.of, "load", options)
         if self.ranks.grouped:
             with marked(self.ranks.answered):
                 loaded = load_on_ranks(path, into, self.ranks.arguments["ranks"], settings)
         else:
             loaded = load_alone(path, into=into, settings=settings())
-        # The manifest may be large, and there may be many ranks: none of them reads it again.
+        # The manifest may be large, and the ranks many: none of them reads it again.
         about, states = metadata_of(loaded.reader.metadata()), states_of("restore", loaded.reader)
         ranks, per_rank = len(states), None
-        if ranks == self.ranks.size:  # else none of them corresponds to this rank
+        if ranks == self.ranks.size:  # else none of the states belongs to this rank
             per_rank = read_state(loaded.reader, path, states[self.ranks.rank], how.get("registry"))
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
-                "%s: %d ranks saved states of their own, and there are %d now: "
+                "%s: %d ranks saved states with per_rank=, and there are %d now: "
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
                 *(path, ranks, self.ranks.size),
             )
@@ -221,7 +221,7 @@ class Loader:
         return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _verify_what_older_lack(self, path: str, older: Sequence[Candidate]) -> None:
-        """Verify a checkpoint before it fills ``into``, if a value that an older one lacks could keep its damage.
+        """Verify a checkpoint before it fills ``into`` if it has a value that older ones lack: damage would stay.
 
         Raises:
             CorruptCheckpointError: it is damaged.
@@ -234,7 +234,7 @@ class Loader:
             except (CheckpointError, FileNotFoundError):
                 continue  # nothing of it will be loaded
             except OSError:
-                lacks = True  # nobody knows
+                lacks = True  # unknown
             if lacks:
                 report = verify(path)
                 if not report.ok:
@@ -242,7 +242,7 @@ class Loader:
                 return
 
     def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
-        """Warn on the first rank why the checkpoint of a step is not loaded directly."""
+        """Warn on the coordinator why the checkpoint of a step is not loaded directly."""
         local, remote = self.candidates.local.place, self.candidates.remote
         if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
@@ -252,9 +252,9 @@ class Loader:
 
 
 def attempt(ranks: Crew, what: str, call: Callable[[], _T], skips: Any = ()) -> _T | Lost:
-    """The result of ``call`` if it succeeds on all ranks, which make it together; ``what`` it is, for errors.
+    """The result of ``call`` if it succeeds on all ranks, which call it together; ``what`` names it in errors.
 
-    Exceptions that are ``skips`` count as damage does: an older checkpoint may be loaded instead.
+    Exceptions in ``skips`` count like damage: an older checkpoint may be loaded instead.
     """
     error: Exception | None = None
     try:
@@ -268,8 +268,8 @@ def attempt(ranks: Crew, what: str, call: Callable[[], _T], skips: Any = ()) -> 
 
 
 def failures_of(ranks: Crew, error: Exception | None, skips: Any = ()) -> _Failures | None:
-    """Why ranks have failed; a rank that has only heard of another's failure does not count."""
-    #: Those that failed themselves, and those that heard of it.
+    """Why ranks have failed; a rank that only learned of another's failure does not count."""
+    #: Ranks that failed themselves, and ranks that learned of it.
     said: list[_Failures | None] = [None, None]
     if error is not None:
         gone, kind = isinstance(error, FileNotFoundError), type(error).__name__
@@ -281,20 +281,20 @@ def failures_of(ranks: Crew, error: Exception | None, skips: Any = ()) -> _Failu
 
 
 def _combine(values: list[list[Any]]) -> list[_Failures | None]:
-    """What several ranks have said, of each kind."""
+    """The contributions of several ranks, combined by kind."""
     return [_Failures.joined([_Failures.of(one) for one in each if one]) for each in zip(*values, strict=True)]
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether an older checkpoint may be intact where this one cannot be loaded."""
+    """Whether an older checkpoint may be intact although this one cannot be loaded."""
     damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError, FileNotFoundError))
     return damaged or (isinstance(error, OSError) and error.errno in _DAMAGE)
 
 
 class _Failure(NamedTuple):
-    """Why a rank has failed: the name of the exception, and its text.
+    """Why a rank has failed: the name and the text of the exception.
 
-    If the checkpoint is ``gone``, there is nothing any more.
+    The checkpoint is ``gone`` if nothing of it is left.
     """
 
     rank: int
@@ -305,9 +305,9 @@ class _Failure(NamedTuple):
 
 
 class _Failures(NamedTuple):
-    """Why ranks have failed: the first of them, how many more, and the names of all exceptions.
+    """Why ranks have failed: the first failure, the number of others, and the names of all exceptions.
 
-    An older checkpoint may be loaded instead where each rank ``skips`` this one; ``gone`` where it is on each.
+    An older checkpoint may be loaded instead if each rank ``skips`` this one; ``gone`` if it is on each.
     """
 
     listed: list[_Failure]
@@ -318,13 +318,13 @@ class _Failures(NamedTuple):
 
     @classmethod
     def of(cls, said: Any) -> _Failures:
-        """From what was sent."""
+        """Decode a message."""
         listed, *others = said
         return cls([_Failure(*one) for one in listed], *others)
 
     @classmethod
     def joined(cls, some: list[_Failures]) -> _Failures | None:
-        """All of them; None where there are none."""
+        """All failures combined; None if there are none."""
         if not some:
             return None
         listed = sorted(failure for each in some for failure in each.listed)
@@ -335,14 +335,14 @@ class _Failures(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What no rank has: why, and the error that this rank may raise."""
+    """A checkpoint that no rank could load: why, and the error that this rank may raise."""
 
     failures: _Failures
     error: Exception
 
 
 def _of_others(what: str, failures: _Failures) -> RanksError:
-    """The error of a rank that has not failed itself."""
+    """The error on a rank that has not failed itself."""
     listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures.listed)
     more = f"; and {failures.more:,} more" if failures.more else ""
     return RanksError(f"{what}: {'; '.join(map(str, listed))}{more}: so it has failed on all ranks", listed)

@@ -1,4 +1,4 @@
-"""The saves of a run: the one in flight, the step that needs none, and the place of the next one in the lineage."""
+"""The saves of a run: the save in flight, the step that needs none, and the place of the next in the lineage."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Saves:
 
     Attributes:
         options: further arguments for each save.
-        asynchronous: whether they go on in the background.
-        pending: the last one in the background, until it is known to be over.
+        asynchronous: whether they continue in the background.
+        pending: the last save in the background, until it is known to be over.
         step: the step that needs no further save: saved, being saved, or restored.
         report: the report of the last durable one.
     """
@@ -55,7 +55,7 @@ class Saves:
     pending: PendingSave | None = field(default=None, init=False)
     step: int | None = field(default=None, init=False)
     report: SaveReport | None = field(default=None, init=False)
-    #: Those before it that were in flight when it began.
+    #: Earlier saves that were in flight when it began.
     _before: list[PendingSave] = field(default_factory=list, init=False)
     _history: History = field(default_factory=History, init=False)
     _looked: bool = field(default=False, init=False)
@@ -77,14 +77,14 @@ class Saves:
         self.step = step
 
     def place_after(self, step: int, place: Lineage) -> Lineage:
-        """The place in the run until the next save, if it goes back to the checkpoint of a step, which has a place."""
+        """The place in the lineage until the next save, if the run goes back to the checkpoint of a step."""
         history = History()
         history.see(self.candidates.order)
         history.resume(step, place)
         return history.go_back(step)
 
     def look(self, step: int) -> None:
-        """Look for other saves of the local tier before the first one: the remote may not answer for minutes."""
+        """Look for other saves on the local tier before the first save: the remote may not answer for minutes."""
         if self._looked:
             return
         local = self.candidates.local
@@ -92,8 +92,8 @@ class Saves:
             steps = local.place.look().steps
             local.catalogue.entries(steps)
         except OSError as error:
-            # An error of one rank would leave the others waiting. If it stays, the save says so on all of them.
-            logger.warning("%s: it cannot be looked at before the first save: %s", local.place.path, error)
+            # An error on one rank would leave the others waiting. If it persists, the save reports it on all of them.
+            logger.warning("%s: cannot read it before the first save: %s", local.place.path, error)
             return
         self._looked = True
         if steps and steps[-1] > step:
@@ -104,14 +104,14 @@ class Saves:
             )
 
     def plan(self, step: int) -> dict[str, Any]:
-        """The place in the run for the metadata of a save of a step; in a signal handler, too."""
+        """The place in the lineage for the metadata of a save of a step; a signal handler may call this, too."""
         self._history.see(self.candidates.order)
         files = sorted(check_files("save", self.options.get("files")).beside or ())
         of, shares = self.alarm.changed
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
     def begin(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """Save a state, in the background or at once, with files of the step ``base``, and note its ``plan``."""
+        """Save a state, in the background or in the call, based on the step ``base``, and record its ``plan``."""
         try:
             if self.asynchronous:
                 self._save_async(given, base, plan)
@@ -121,12 +121,12 @@ class Saves:
             self.timing.leave()
 
     def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """The same at once, if time is short: without a limit, and old checkpoints stay for now."""
+        """Save in the call, if time is short: without a bandwidth limit, and old checkpoints stay for now."""
         began, report = self._save(given, base, plan, io=replace(self.options["io"], bandwidth_limit=None))
         self.after_save.note(given.metadata, began, report, report.seconds)
 
     def settle(self, end: float) -> list[str]:
-        """Wait for the saves in flight, and give up those that are not durable by ``end``; returns their paths."""
+        """Wait for the saves in flight, and abandon those that are not durable by ``end``; returns their paths."""
         given_up = []
         before = [one for one in self._before if not one.done()]
         for pending in filter(None, (*before, self.pending)):
@@ -135,7 +135,7 @@ class Saves:
                 if pending.exception(seconds_until(end)) is not None and is_last:
                     self.step = None
             except TimeoutError:
-                # If several ranks cancel it, one of them may hear of another's cancellation first.
+                # If several ranks cancel it, one of them may learn of another's cancellation first.
                 if pending.cancel() or failed_with(pending.exception(), CancelledError):
                     given_up.append(pending.path)
                     if is_last:
@@ -143,24 +143,24 @@ class Saves:
         return given_up
 
     def wait(self, pending: PendingSave, end: float) -> None:
-        """Wait for a save, which was the last.
+        """Wait for the last save.
 
         Raises:
-            TimeoutError: it is not durable by ``end``. It goes on.
-            CancelledError: it was given up.
+            TimeoutError: it is not durable by ``end``. It continues.
+            CancelledError: it was abandoned.
             Exception: it failed.
         """
         try:
             self.report = pending.result(seconds_until(end))
         except Exception as error:
-            # Once it is known to have failed, its step may be saved again, and it is no base.
+            # After its failure is known, its step may be saved again, and it is no base.
             with contextlib.suppress(TimeoutError):
                 self.after_save.wait(end)
             if pending.done() and self.pending is pending:
-                # The first rank may have told the others of the step after this one had heard of the failure.
+                # The coordinator may have told the others of the step after this rank had learned of the failure.
                 self.step = None
             if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
-                # All ranks have given it up, and this one has heard of another's decision first.
+                # All ranks have abandoned it, and this one learned of another's decision first.
                 raise CancelledError(str(error)) from error
             raise
         finally:
@@ -169,18 +169,18 @@ class Saves:
                 self.pending = None
 
     def last_report(self) -> SaveReport | None:
-        """The report of the last durable save, with later findings."""
+        """The report of the last durable save, with later warnings."""
         if self.report is not None:
             new = [text for text in self.after_save.warnings() if text not in self.report.warnings]
             self.report = replace(self.report, warnings=(*self.report.warnings, *new))
         return self.report
 
     def _how(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, besides state and path, of a save that begins now."""
+        """The arguments of a save that begins now, except state and path."""
         if plan:
             given.metadata[lineage.KEY] = plan
             self._history.begin(given.step, plan)
-        # A failed save leaves no base: then everything is written once.
+        # A failed save leaves no base: the next one writes everything.
         path = None if base is None else self.path_of(base)
         how = {"base": path, **self.options, "metadata": given.metadata}
         together = self.ranks.grouped or given.per_rank is not None
@@ -203,7 +203,7 @@ class Saves:
         try:
             pending = call(given.state, self.path_of(given.step), **how)
         except BaseException as error:
-            # An earlier save has failed, and this one has begun.
+            # An earlier save failed, and this one has begun.
             begun = getattr(error, "pending_save", None)
             if begun is not None:
                 self._follow(given, began, begun)

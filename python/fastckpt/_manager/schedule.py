@@ -1,4 +1,4 @@
-"""Which policies want a step, and which of them all ranks may evaluate by themselves."""
+"""Which policies want a step, and which of these each rank may evaluate by itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Schedule:
     """The policies of ``save_when=``.
 
     Args:
-        policies: one of them is enough; without any, each step that is asked about is wanted.
+        policies: one of them is enough; without any, every step is wanted.
         timing: measures for them.
 
     Attributes:
-        may_wait: whether a step that no policy wants by its number may pass without a question: time passes meanwhile,
-            and a policy by time wants the next one as well. The inputs of a caller's own policy are unknown.
+        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time also
+            wants the next one. The inputs of a caller's policy are unknown.
     """
 
     def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:

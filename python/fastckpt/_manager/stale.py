@@ -1,8 +1,7 @@
-"""Whether training has moved between two checkpoints, by the checksums that their manifests hold.
+"""Whether training has progressed between two checkpoints, by the checksums in their manifests.
 
-A loop whose optimizer updates nothing, or that saves a copy that is never updated, writes whole and verified
-checkpoints of one state for days. No data is read for this: manifests have a checksum for each tensor, wherever it is
-stored.
+A loop whose optimizer updates nothing, or that saves a copy that is never updated, writes valid checkpoints of one
+state for days. The check reads no data: manifests have a checksum for each tensor, wherever it is stored.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ logger = logging.getLogger("fastckpt")
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
 #: Trained tensors are floating-point and have at least one dimension: an optimizer counts steps in scalars.
 _FLOATS = ("F", "BF", "C")
-#: Buffers that a forward pass changes, with training or without.
+#: Buffers that a forward pass changes, even without training.
 _is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
-#: The container's name, or the one that torch's optimizers give to a moment.
+#: The container's name, or the name that torch's optimizers give to a moment.
 _is_moment = re.compile(
     r"(?:^|\.)(?:(?:opt(?:im[^.]*|s)?|adam[^.]*|sgd|muon|lion)\.|(?:exp_avg(?:_sq)?|momentum_buffer)(?:\.|$))",
     re.IGNORECASE,
 ).search
-#: Weights that may be saved beside a model, which does not change while they are trained.
+#: Trained weights that may be saved beside a model that does not change.
 _is_adapter = re.compile(r"(?:^|[._])(?:lora|adapter)", re.IGNORECASE).search
-#: Names that a message lists.
+#: The most names in a message.
 _SHOWN = 3
 
 
@@ -51,13 +50,13 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
         CheckpointError: it is damaged, or no checkpoint.
         OSError: the directory cannot be read.
     """
-    # The command line imports this file before it knows whether the package is whole.
+    # The command line imports this file before it knows whether the package is complete.
     from fastckpt._api.selection import patterns_of  # noqa: PLC0415
 
     reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
-    # A layer of the model may be called as an optimizer is.
+    # A layer of the model may have the name of an optimizer.
     is_apart = any(name.startswith("training/") for name in shards)
     still = patterns_of("frozen", frozen, operation)
     for index, tensor in enumerate(reader.tensors()):
@@ -73,7 +72,7 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
 
 
 def changed(before: Sums, now: Sums) -> dict[str, float]:
-    """The share of the bytes of each group that are of tensors which changed, among those that both have."""
+    """For each group, the share of the bytes in tensors that changed, among tensors that both have."""
     shares = {}
     for group, tensors in now.items():
         old = before[group]
@@ -102,7 +101,7 @@ class StaleAlarm:
 
     Attributes:
         raises: whether it is an error.
-        changed: the last step that was compared with the one before, and the share of each group that has changed.
+        changed: the last step that was compared with the previous one, and the share of each group that changed.
         warning: the anomaly of that step, for the report.
     """
 
@@ -114,9 +113,9 @@ class StaleAlarm:
         self.raises, self._ignores = stale == "raise", stale == "ignore"
         self.changed: tuple[int | None, dict[str, float]] = None, {}
         self.warning: str | None = None
-        #: The error that is still to be raised.
+        #: The error to be raised.
         self._error: str | None = None
-        #: The last step that was saved or restored, and where it lies, or its checksums.
+        #: The last step that was saved or restored, and its path or its checksums.
         self._before: tuple[int, str | Sums] | None = None
 
     def resume(self, step: int, path: str) -> None:
@@ -128,7 +127,7 @@ class StaleAlarm:
         path, catalogue = self._local.place.path_of(step), self._local.catalogue
         try:
             now, before = sums_of(path, frozen=self._frozen), self._before
-            # Of two saves that end at nearly the same time the earlier one may be here last.
+            # If two saves end at nearly the same time, the earlier one may get here last.
             if before is None or step > before[0]:
                 self._before = step, now
             if before is None or step <= before[0]:

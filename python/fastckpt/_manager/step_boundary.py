@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .stale import StaleAlarm
     from .step_timing import StepTiming
 
-#: The seconds for which ranks continue without asking each other, at least, unless one calls.
+#: The least seconds for which ranks continue without asking each other, unless one calls.
 _APART = 1.0
-#: Seconds between two looks of the first rank whether a policy wants a step that all would pass.
+#: Seconds between two checks by the coordinator whether a policy wants a step that all would pass.
 _LOOK = 0.1
 
 
@@ -36,18 +36,18 @@ class StepBoundary:
     saves: Saves
     alarm: StaleAlarm
     preemption: Preemption
-    #: The step that all ranks have agreed to save next, the last such step, and its place in the lineage.
+    #: The step that all ranks agreed to save next, the last of these steps, and its place in the lineage.
     _wanted: int | None = field(default=None, init=False)
     _agreed: int | None = field(default=None, init=False)
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
-    #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
+    #: The step that needed no further save at the last boundary, on all ranks: the next save may link its files.
     _base: int | None = field(default=None, init=False)
-    #: What is asked at each boundary, and what it has said before; the step of which it was asked last, and whether it
+    #: The notice that is called at each boundary, and its earlier results; the step of the last call, and whether that
     #: had news.
     notice: Callable[[], object] | None = field(default=None, init=False)
     _heard: list[object] = field(default_factory=list, init=False)
     _news: tuple[int | None, bool] = field(default=(None, False), init=False)
-    #: When the first rank next looks whether a policy wants a step.
+    #: When the coordinator next checks whether a policy wants a step.
     _looks: float = field(default=0.0, init=False)
 
     def should_save(self, step: int, *, force: bool = False) -> bool:
@@ -68,7 +68,7 @@ class StepBoundary:
 
         apart = _APART if self.schedule.may_wait else 0.0
         agreed = self.ask("should_save", step, due, apart, plan=plan)
-        # Before they save for a signal, ranks ask once more: here only of a step that may be saved.
+        # Before they save for a signal, ranks ask each other again: here only about a step that may be saved.
         if agreed.signals and (self.ranks.size == 1 or step == self._agreed):
             if step == agreed.saved:
                 self.preemption.settle()
@@ -106,10 +106,10 @@ class StepBoundary:
                 # The others ask whether to save the step, and wait for this rank.
                 self.should_save(step, force=force)
             raise
-        # Ranks ask each other once about a step to be saved; one process checks again.
+        # Ranks ask each other once about a step to save; one process checks again.
         if (self.ranks.size == 1 or step != self._wanted) and not self.should_save(step, force=force):
             return False
-        # From here on, the others hear of any failure from the save, or all ranks raise.
+        # From here on, the save reports any failure to the others, or all ranks raise.
         self._wanted = None
         if self.preemption.signals.called:
             return self.preemption.answer(step, given)
@@ -158,7 +158,7 @@ class StepBoundary:
             if not set(signals.pending) <= set(call.signals):
                 # One has come since.
                 self.ranks.urge()
-            # The answer asks the first rank what is saved.
+            # ``answer`` asks the coordinator which step is saved.
             return Agreed(call.signals, call.left, self.saves.step, due=True, over=False, plan={})
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
         asked = Asked(step, signals.pending, left, self.saves.step, due, apart, **more)
@@ -166,12 +166,12 @@ class StepBoundary:
         self._base = agreed.saved
         signals.agree(agreed.signals, agreed.left)
         if not self.ranks.leads:
-            # Ranks hear of a failure in the background at different times.
+            # Ranks learn of a failure in the background at different times.
             self.saves.step = agreed.saved
         return agreed
 
     def _has_news(self, step: int) -> bool:
-        """Whether the notice had news when it was asked at this step, which it is once."""
+        """Whether the notice had news at this step; it is called once per step."""
         if self.notice is not None and step != self._news[0]:
             said = self.notice()
             self._news = step, bool(said) and said not in self._heard
@@ -180,7 +180,7 @@ class StepBoundary:
         return self._news[1]
 
     def _passes(self, step: int, *, needed: bool = False) -> bool:
-        """Whether all ranks pass this boundary without a question, as far as none needs one or has called for it."""
+        """Whether all ranks pass this boundary without a round, because none needs one or has called for it."""
         if not self.ranks.passes(needed=needed):
             return False
         if self.ranks.leads and time.monotonic() >= self._looks:
@@ -195,12 +195,12 @@ class StepBoundary:
             self.ranks.first("stale", self.alarm.raise_once)
 
     def miss(self, why: str) -> None:
-        """This rank does not save the step that all have agreed to save: the others, which do, hear the reason."""
+        """This rank does not save the step that all agreed to save: tell the others, which do, the reason."""
         step, self._wanted = self._wanted, None
         if step is None or self.ranks.size == 1:
             return
         if self.preemption.signals.called:
-            # Before they save for a signal they ask once more.
+            # Before they save for a signal they ask each other again.
             self.ranks.leave(why)
         else:
             self.ranks.miss_save(self.saves.path_of(step), why)

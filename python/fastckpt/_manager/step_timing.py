@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fastckpt.when import Moment
 
-#: How many steps the usual duration is the median of: an evaluation in between does not count as a step.
+#: The number of steps for the median duration; a median ignores an evaluation in between.
 _STEPS = 15
 #: The weight of a new measurement of a save against all earlier ones.
 _WEIGHT = 0.5
@@ -36,7 +36,7 @@ class StepTiming:
         self._durable: float | None = None
 
     def reach(self, step: int, *, in_flight: bool) -> None:
-        """Training is at the boundary behind ``step``; again at the same one changes nothing."""
+        """Record that training is at the boundary after ``step``; a repeated call changes nothing."""
         if step == self._step:
             return
         now = self._clock()
@@ -48,26 +48,26 @@ class StepTiming:
         self._left = now
 
     def resume(self, step: int) -> None:
-        """Training continues after ``step``, which is saved."""
+        """Record that training continues after ``step``, which is saved."""
         self._step = step
         self._left = self._began = self._clock()
 
     def begin(self) -> float:
-        """A save begins: the moment, for :meth:`durable`."""
+        """Record that a save begins; returns the time, for :meth:`durable`."""
         self._began = self._clock()
         return self._began
 
     def leave(self) -> None:
-        """The calling thread goes back to training."""
+        """Record that the calling thread returns to training."""
         self._left = self._clock()
 
     def durable(self, began: float, stall: float) -> None:
-        """A save that began then has become durable, and training stood still for ``stall`` seconds."""
+        """Record that a save that began then is durable, and stalled training for ``stall`` seconds."""
         self._durable = _mean(self._durable, self._clock() - began)
         self._stall = _mean(self._stall, stall)
 
     def moment(self, *, in_flight: bool, measured: bool = True) -> Moment:
-        """The inputs of policies at this boundary; those that depend only on steps need no measurements."""
+        """The inputs of policies at this boundary; policies that depend only on steps need no measurements."""
         step = self._step if self._step is not None else 0
         return Moment(
             step=step,
@@ -82,12 +82,12 @@ class StepTiming:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step while nothing is saved; of any step before there was one."""
+        """Seconds of a step while nothing is saved; of any step if there was no such step yet."""
         return statistics.median(self._idle or self._busy) if self._idle or self._busy else None
 
     @property
     def cost(self) -> float | None:
-        """Seconds of training that a save costs: the stall, and how much longer steps take while it is written."""
+        """Seconds of training that a save costs: the stall, and the slowdown of steps while it is written."""
         if self._stall is None or self._durable is None:
             return None
         slower = 0.0

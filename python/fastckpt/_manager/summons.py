@@ -1,10 +1,10 @@
-"""A question at a step boundary that one rank has called: all ranks ask each other there, and nowhere before.
+"""A round at a step boundary that one rank called for: all ranks ask each other there, and not before.
 
-In the good case nobody asks. A thread of each rank waits in the store until a rank calls: one to which a signal has
-come, or the first one, whose policy wants a step. Then the threads tell each other how many boundaries their ranks have
-reached, in a turn of their own, and the question takes place at the one behind the last of these. Since no rank has
-reached that, all come to it. A rank that comes to a boundary meanwhile stays there until it knows. In the same turn
-they tell each other the signals that have come: where there are some, nobody asks at the boundary either.
+Normally no rank asks. A thread of each rank waits in the store until a rank calls: a rank that got a signal, or the
+coordinator, whose policy wants a step. Then the threads exchange how many boundaries their ranks have reached, in a
+separate turn, and the ranks ask each other at the boundary after the last of these. No rank has reached that boundary,
+so all come to it. A rank that comes to a boundary meanwhile waits there for the result. In the same turn they exchange
+the signals that have come: if there are any, the ranks need not ask at the boundary either.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.peers import Peers
 
-#: Seconds between two looks whether this rank calls; and those that it may take to leave.
+#: Seconds between two checks whether this rank calls; and the most seconds to leave.
 _LOOK, _LEAVING = 0.5, 5.0
 
 
 class Came(NamedTuple):
-    """What has come to one rank, or to all.
+    """The signals of one rank, or of all.
 
     Attributes:
-        all: how many signals have come so far.
+        all: the number of signals so far.
         signals: those that were not answered.
-        left: seconds until a save for them must be done; None for as long as it takes.
+        left: seconds until a save for them must be done; None for no limit.
     """
 
     all: int
@@ -42,19 +42,19 @@ class Came(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call at the boundary for which it is: the signals that have come, and how many seconds are left for a save."""
+    """A call at its boundary: the signals that have come, and the seconds left for a save."""
 
     signals: tuple[int, ...]
     until: float | None
 
     @property
     def left(self) -> float | None:
-        """Seconds until a save for the signals must be done; None for as long as it takes."""
+        """Seconds until a save for the signals must be done; None for no limit."""
         return None if self.until is None else self.until - time.monotonic()
 
 
 class RankLeft(BaseException):
-    """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
+    """A rank leaves the others. No ``Exception``: it leaves without waiting for an answer."""
 
 
 class Summons:
@@ -63,17 +63,17 @@ class Summons:
     Args:
         peers: the ranks, with turns that wait for no other.
         directory: the run, the same on all ranks.
-        timeout: seconds of silence after which a rank is taken to be gone.
+        timeout: seconds of silence after which a rank is considered gone.
         place: where the directory is.
     """
 
     def __init__(self, peers: Peers, directory: str, timeout: float, place: list[Any] | None) -> None:
         self._peers, self._called_for = peers, (directory, timeout, place)
         self._changed = threading.Condition()
-        #: The boundaries that this rank has reached, and those ahead for which a rank has called.
+        #: The boundaries that this rank has reached, and later ones for which a rank has called.
         self._reached = 0
         self._called: dict[int, Called] = {}
-        #: The call for the last of these that this rank has reached: its signals may not have been answered yet.
+        #: The call for the last of these boundaries that this rank has reached: its signals may be unanswered.
         self._last: Called | None = None
         #: The ranks agree on a boundary now.
         self._open = False
@@ -83,13 +83,13 @@ class Summons:
         self._why: str | None = None
         self._over = threading.Event()
 
-    # In the thread that trains.
+    # In the training thread.
 
     def reach(self, *, passes: bool) -> Called | None:
-        """Note that this rank has come to the next boundary; the call for it, if one has called.
+        """Record that this rank has come to the next boundary; returns the call for it, if any.
 
         Args:
-            passes: whether this rank would pass it; if not, it need not wait until it knows.
+            passes: whether this rank would pass it; if not, it need not wait for a call.
 
         Raises:
             RanksError: a call has failed, because a rank has ended or does not answer.
@@ -103,12 +103,12 @@ class Summons:
             if error is not None:
                 raise error
             call = self._last = self._called.get(here)
-            # It may have come to one of them for a question of another kind, before it knew.
+            # It may have come to one of them for another round, before it knew.
             self._called = {behind: each for behind, each in self._called.items() if behind > here}
             return call
 
     def urge(self) -> None:
-        """Have the ranks ask each other soon."""
+        """Make the ranks ask each other soon."""
         with self._changed:
             self._urges = self._urges or not (self._open or self._called)
 
@@ -118,7 +118,7 @@ class Summons:
         self._thread.start()
 
     def end(self, why: str | None = None) -> None:
-        """Answer no more calls; the others hear ``why`` at their next boundary."""
+        """Answer no more calls; the others learn ``why`` at their next boundary."""
         if self._thread is not None:
             self._why = why
             self._over.set()
@@ -128,7 +128,7 @@ class Summons:
 
     def _run(self, came: Callable[[], Came]) -> None:
         try:
-            # They meet before there is a hurry.
+            # The ranks meet early, before time is short.
             self._turn("listen", lambda: None)
             seen, timeout = 0, self._called_for[1]
             while not self._over.is_set():
@@ -144,13 +144,13 @@ class Summons:
             self._tell(RanksError(f"Manager: {self._called_for[0]}: {error}"))
 
     def _agree(self, came: Callable[[], Came], *, woken: bool) -> int:
-        """Agree with the other ranks on the boundary at which all ask. Return how many signals were told."""
+        """Agree with the other ranks on the boundary at which all ask. Returns the number of signals exchanged."""
         now = came()
 
         def held() -> list[Any]:
             with self._changed:
                 self._open = True
-                # All know those of earlier calls, and answer each once.
+                # All know the signals of earlier calls, and answer each once.
                 known = {number for call in (self._last, *self._called.values()) if call for number in call.signals}
                 return [self._reached, [number for number in now.signals if number not in known], now.left]
 
@@ -171,7 +171,7 @@ class Summons:
             self._open = self._urges = False
             self._error = error or self._error
             if call is not None and behind >= self._reached:  # it may stay there, and has not passed it
-                # A rank may be at that boundary, and know no later call for it.
+                # A rank may be at that boundary and not know a later call for it.
                 self._called.setdefault(behind, call)
             self._changed.notify_all()
 
@@ -185,7 +185,7 @@ class Summons:
             raise RankLeft(self._why or "its manager has ended")
 
     def _leave(self) -> None:
-        """Tell the others why this rank has left, where that concerns them, and end the wait in the store."""
+        """Tell the others why this rank has left, if that concerns them, and end the wait in the store."""
         with contextlib.suppress(RanksError, UnreachableError):
             if self._why is not None:
                 self._peers.wake_all(_LEAVING)
@@ -195,7 +195,7 @@ class Summons:
 
 
 def _most(said: list[Any]) -> Any:
-    """The last boundary that a rank has reached, the signals of all, and the least time that is left on any."""
+    """The last boundary that any rank has reached, the signals of all, and the least time left on any."""
     if said[0] is None:
         return None
     left = [each for _, _, each in said if each is not None]

@@ -1,11 +1,11 @@
-"""A tier of a run, local or remote: a place for checkpoints, which ones are removed there, and why the rest stays.
+"""A tier of a run, local or remote: a place for checkpoints, which of them are removed, and why the rest stay.
 
 Only steps older than a checkpoint that has just become durable are removed. So whatever happens to the removal, and
-however many managers work on one directory, the newest durable checkpoint is there: each of them removes only what is
-older than one of its own, and that one is still there or has a newer one above it.
+however many managers use one directory, the newest durable checkpoint stays: each manager removes only steps older than
+one of its checkpoints, which still exists or has a newer one above it.
 
 ``fastckpt.remove`` renames first, in one durable step, and removes the files after that: half a checkpoint never has
-its name, and the next save sweeps what a killed process leaves. Files that others have put into a checkpoint are kept.
+its name, and the next save removes what a killed process left. Other files in a checkpoint are kept.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = logging.getLogger("fastckpt")
 def reasons(
     saved: Sequence[Saved], policies: Sequence[Policy], pinned: Collection[int], now: float
 ) -> dict[int, list[str]]:
-    """Why each checkpoint stays; one without a reason may go.
+    """Why each checkpoint stays; one without a reason may be removed.
 
     Args:
         saved: the checkpoints that count, by rising step; the last of them is durable.
-        policies: decide what stays; without one all stay.
+        policies: decide what stays; without any, all stay.
         pinned: steps that stay anyway.
         now: seconds since 1970.
     """
@@ -65,14 +65,14 @@ def reasons(
 def reasons_on_branch(
     entries: Mapping[int, Entry], tip: Lineage, policies: Sequence[Policy], pinned: Collection[int], now: float
 ) -> dict[int, list[str]]:
-    """Likewise, where what the branch of ``tip`` has left behind counts for nothing, and stays if it is pinned."""
+    """As :func:`reasons`, but checkpoints that the branch of ``tip`` has left do not count, and stay only if pinned."""
     left = {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
     found = reasons([entry.saved for step, entry in entries.items() if step not in left], policies, pinned, now)
     return found | {step: ["pinned"] if step in pinned else [] for step in left}
 
 
 def write_latest(place: Place, step: int) -> None:
-    """Have ``latest`` name the checkpoint of a step.
+    """Write the name of a step's checkpoint to ``latest``.
 
     Raises:
         OSError: it cannot be written.
@@ -81,7 +81,7 @@ def write_latest(place: Place, step: int) -> None:
 
 
 def write_hint(place: Place, step: int) -> None:
-    """The same; an error in writing it is logged."""
+    """As :func:`write_latest`, but an error is logged."""
     try:
         write_latest(place, step)
     except OSError as error:
@@ -89,7 +89,7 @@ def write_hint(place: Place, step: int) -> None:
 
 
 class Tier(Generic[_P]):
-    """One tier: a place, and the policies that decide what stays there; without one all stays.
+    """One tier: a place, and the policies that decide what stays there; without any, all stays.
 
     The place is not accessed before it is needed: it may be far away.
     """
@@ -98,20 +98,20 @@ class Tier(Generic[_P]):
         self.place, self.policies, self.read_only = place, policies, read_only
         self._catalogue: Catalogue | None = None
         self._making, self._lock = threading.Lock(), threading.Lock()
-        #: Held while a checkpoint is being renamed away: setting a pin waits for it.
+        #: Held while a checkpoint is renamed for its removal: setting a pin waits for it.
         self._removing = threading.Lock()
-        #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
+        #: Steps that could not be loaded. They stay, but do not count, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
-        #: The step that this process has made durable last.
+        #: The last step that this process has made durable.
         self._durable: int | None = None
-        #: Whether a step must stay for another reason: it has yet to be copied.
+        #: Whether a step must stay for another reason: it must still be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     @property
     def catalogue(self) -> Catalogue:
-        """The facts that the checkpoints hold."""
-        # The lock of the local tier is made with the manager: no signal handler waits here for the thread below it.
+        """The facts in the checkpoints."""
+        # The lock of the local tier is made with the manager: no signal handler waits here for its thread.
         if self._catalogue is None:
             with self._making:
                 texts = None if self.read_only else texts_of(self.policies)
@@ -120,7 +120,7 @@ class Tier(Generic[_P]):
 
     @property
     def order(self) -> int:
-        """The highest order of any save that is known here; in a signal handler, too."""
+        """The highest order of any save known here; a signal handler may call this, too."""
         return 0 if self._catalogue is None else self._catalogue.order
 
     def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
@@ -131,7 +131,7 @@ class Tier(Generic[_P]):
     def reasons(
         self, entries: Mapping[int, Entry], policies: Sequence[Policy], pinned: Collection[int]
     ) -> dict[int, list[str]]:
-        """The same of these checkpoints."""
+        """The same, for these checkpoints."""
         found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
         newest = max(self.catalogue.own(entries), default=-1)
         for step, why in found.items():
@@ -143,7 +143,7 @@ class Tier(Generic[_P]):
 
     def pin(self, step: int) -> bool:
         """Pin a checkpoint; returns whether it exists."""
-        # A removal that has begun ends first; another process may still remove it, until it sees the pin.
+        # A removal in progress ends first; another process may remove the checkpoint until it sees the pin.
         name = self.place.names.name_of(step)
         with self._removing:
             if self.place.identity(name) is None:
@@ -163,12 +163,12 @@ class Tier(Generic[_P]):
             if self.policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
                 entries = self.catalogue.entries(older)
-                # Unless it was replaced or removed at this moment.
+                # Not if it was replaced or removed at this moment.
                 if durable in entries:
                     try:
                         tip = entries[durable].lineage
                         kept = reasons_on_branch(entries, tip, self.policies, pinned, time.time())
-                    except Exception:  # a policy of the caller's
+                    except Exception:  # a policy of the caller
                         logger.exception("%s: a policy raised, and nothing is removed", self.place.path)
                         return
                     go = [step for step, why in kept.items() if not why]
@@ -189,12 +189,12 @@ class Tier(Generic[_P]):
             path = self.place.path_of(step)
             try:
                 with self._removing:
-                    # It may have been pinned meanwhile: removals take a while.
+                    # It may have been pinned meanwhile: removals take time.
                     if self.place.is_pinned(step) or self.held(step):
                         continue
                     self._take(step, files)
             except (CheckpointError, OSError) as error:
-                # It is tried again after each save.
+                # The removal is tried again after each save.
                 if step not in self._warned:
                     self._warned.add(step)
                     logger.warning("%s: not kept, but it cannot be removed: %s", path, error)
@@ -204,7 +204,7 @@ class Tier(Generic[_P]):
         return [step for step in steps if step not in gone]
 
     def remove_beyond(self, step: int, held: Collection[int]) -> None:
-        """Remove all checkpoints above a step, the highest first, and have ``latest`` name the step.
+        """Remove all checkpoints above a step, the highest first, and write the step to ``latest``.
 
         Args:
             step: the step that the run goes back to.

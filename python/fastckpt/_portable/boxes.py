@@ -1,4 +1,4 @@
-"""Boxes of tensors: which bytes of a tensor a box takes, and where they go in memory."""
+"""Boxes of tensors: the bytes of a box, and their places in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .records import StoredTensor
 
 _MOST = 1 << 63
-#: Wanted ranges closer than this many bytes are read as one, because another operation costs about as much.
+#: Wanted ranges less than this many bytes apart are read as one, because another operation costs about as much.
 MERGE = 256 << 10
 
 
 class Box:
-    """A box of a tensor, given as :class:`ReadRequest` has it; one that takes nothing has no ``nbytes``.
+    """A box of a tensor, given as in :class:`ReadRequest`; ``nbytes`` of an empty box is 0.
 
     Raises:
         ValueError: it is not a box of the tensor.
@@ -75,7 +75,7 @@ class Box:
         if strides is None:
             strides = [prod(self.counts[dimension + 1 :]) * self.size for dimension in range(len(self.counts))]
         reach = [(count - 1) * stride for count, stride in zip(self.counts, strides, strict=True)]
-        #: How far memory reaches below the first element, and its total size.
+        #: The bytes of memory below the first element, and its total size.
         self.below = -sum(step for step in reach if step < 0)
         self.reach = self.below + sum(step for step in reach if step > 0) + self.size
         if (
@@ -97,7 +97,7 @@ class Box:
         return memory
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """The ranges of the tensor's bytes to read: what the box takes, and gaps that are not worth another read."""
+        """The ranges of the tensor's bytes to read: those of the box, and gaps that are too small for another read."""
         stride, run, first = self.size, self.size, 0
         outer: list[range] = []
         for (start, _, step), count, size in zip(
@@ -115,10 +115,10 @@ class Box:
             yield begin, begin + run
 
     def deliver(self, memory: np.ndarray[Any, Any], start: int, data: np.ndarray[Any, Any]) -> None:
-        """Copy what belongs to the box of ``data``, the tensor's bytes from ``start`` on, to ``memory``."""
+        """Copy the box's share of ``data``, the tensor's bytes from ``start`` on, to ``memory``."""
         shape, size, box = self.shape, self.size, self.box
         if start % size or len(data) % size:
-            # An element is cut: all is counted in bytes.
+            # An element is cut: count in bytes.
             memory = laid_out(address_of(memory), (*memory.shape, size), (*memory.strides, 1), 1)
             shape, box, size = (*shape, size), [*box, (0, size, 1)], 1
         at = 0
@@ -136,7 +136,7 @@ class Box:
 
 
 def _common(first: int, last: int, along: tuple[int, int, int]) -> tuple[slice, slice] | None:
-    """What of the indices ``[first, last)`` is in the box: counted from ``first``, and counted in the box."""
+    """The part of the indices ``[first, last)`` in the box: counted from ``first``, and counted in the box."""
     start, stop, step = along
     place = max(0, -(-(first - start) // step))
     begin = start + place * step

@@ -1,4 +1,4 @@
-"""CRC-64/NVME where there is no compiled core, by the package anycrc; ``_core.pyi`` documents the two functions."""
+"""CRC-64/NVME without the compiled core, by the package anycrc; ``_core.pyi`` documents the two functions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _model: Any = anycrc.Model("CRC64-NVME")
 
 
 def crc64(address: int, nbytes: int, before: int | None = None) -> int:
-    """The sum of what lies at ``address``."""
+    """The checksum of the bytes at ``address``."""
     sum_: int = _model.calc(at(address, nbytes), before) if nbytes else before or 0
     return sum_
 
 
 def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
-    """The sum of what has the sum ``first``, followed by ``parts``."""
+    """The checksum of bytes with the checksum ``first``, followed by ``parts``."""
     for sum_, length in parts:
         first = _model.combine(first, sum_, length)
     return first

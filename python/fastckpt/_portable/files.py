@@ -33,7 +33,7 @@ def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
         name: the file's name, or the name of a directory, a slash, and the file's name in it.
 
     Raises:
-        CorruptCheckpointError: it is missing, a symbolic link, reached by one, or not a regular file.
+        CorruptCheckpointError: it is missing, a symbolic link or reached by one, or not a regular file.
         OSError: it cannot be opened.
     """
     path = str(Path(directory, name))
@@ -57,7 +57,7 @@ def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
 
 
 def open_inside(directory: str, name: str, flags: int) -> int:
-    """Open a file as :func:`open_regular` names it, whatever it is; a descriptor.
+    """Open a file named as for :func:`open_regular`, of any kind; returns a descriptor.
 
     Raises:
         OSError: with ELOOP, a directory on the way is a symbolic link.
@@ -88,10 +88,10 @@ class File(Protocol):
     """An open file of a checkpoint."""
 
     def read_at(self, offset: int, to: Any) -> int:
-        """Fill ``to``, an array of bytes, from ``offset`` on; how many there were.
+        """Fill ``to``, an array of bytes, from ``offset`` on; returns the number of bytes read.
 
         Raises:
-            OSError: it cannot be read; the text says which file.
+            OSError: it cannot be read; the message names the file.
         """
 
     def close(self) -> None:
@@ -99,16 +99,16 @@ class File(Protocol):
 
 
 class Files(Protocol):
-    """The files of one checkpoint, wherever they are.
+    """The files of one checkpoint, in a directory or a store.
 
     Attributes:
         path: where they are, for messages.
-        threads: how many threads read, unless the caller says.
-        straight: from this many bytes on, a piece is read to where it belongs; smaller ones are read together, and
+        threads: the default number of reading threads.
+        straight: from this many bytes on, a piece is read directly to its place; smaller ones are read together, and
             copied.
-        why: why all reads are buffered ones.
-        fallback: what becomes of another engine than ``buffered``.
-        gone: the class of the errors that say something of a file, and not of the way to it.
+        why: why all reads are buffered.
+        fallback: the reason if another engine than ``buffered`` is requested.
+        gone: the class of errors about a file, and not about the way to it.
     """
 
     path: str
@@ -122,7 +122,7 @@ class Files(Protocol):
         """The path of a file, for messages."""
 
     def check(self) -> None:
-        """Raise the error for a place where there is no checkpoint."""
+        """Raise the error for a place without a checkpoint."""
 
     def manifest(self, most: int | None = None) -> bytes:
         """The bytes of the manifest, or the first ``most`` of them."""
@@ -131,7 +131,7 @@ class Files(Protocol):
         """Open a file; its length, too.
 
         Raises:
-            CorruptCheckpointError: it is missing, or no regular file.
+            CorruptCheckpointError: it is missing, or not a regular file.
             OSError: it cannot be opened.
         """
 
@@ -187,7 +187,7 @@ class Directory:
             with os.scandir(self.path) as entries:
                 is_ours = any(entry.name == MANIFEST for entry in entries)
         except OSError as error:
-            # The path may lead through a file, and then there is nothing.
+            # The path may lead through a file, and then nothing is there.
             if isinstance(error, NotADirectoryError) and Path(self.path).exists():
                 raise not_a_checkpoint(self.path) from error
             raise failed("open checkpoint", self.path, error) from error

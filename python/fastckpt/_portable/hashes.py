@@ -1,4 +1,4 @@
-"""Whether keys would crowd a hash table of Python's (docs/format.md, 3.4)."""
+"""Whether keys would crowd a hash table of Python (docs/format.md, 3.4)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Steps that one key may cost on average, bits of a hash that each jump brings in, and the smallest table.
+#: The most steps per key on average, the bits of a hash that each jump adds, and the smallest table.
 _STEPS, _SHIFT, _SMALLEST = 128, np.uint64(5), 8
 
 
 def crowded(keys: Sequence[Any], *, neighbours: int) -> bool:
-    """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them."""
+    """Whether inserting ``keys``, in this order, would take more than 128 steps per key."""
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)
     size = _SMALLEST
     while size // 4 <= len(hashes):
@@ -27,8 +27,8 @@ def crowded(keys: Sequence[Any], *, neighbours: int) -> bool:
 def _fits(hashes: np.ndarray[Any, Any], size: int, neighbours: int) -> bool:
     """Insert all keys at the same time, a step of each in turn.
 
-    Of those that come to one free place the first gets it. Inserted one after another, as Python does it, some keys
-    would change places; the number of steps is about the same.
+    The first of several keys at one free place gets it. If they were inserted one after another, as in Python, some
+    keys would have other places; the number of steps is about the same.
     """
     mask = np.uint64(size - 1)
     taken = np.zeros(size, bool)
@@ -46,7 +46,7 @@ def _fits(hashes: np.ndarray[Any, Any], size: int, neighbours: int) -> bool:
         left -= len(at)
         if left < 0:
             return False
-        # A set tries the places behind the first, too, where the table has room for all of them.
+        # A set also tries the places after the first, if the table has room for all of them.
         near = (beside < neighbours) & (at + np.uint64(neighbours) - beside.astype(np.uint64) < size)
         shifted = rest >> _SHIFT
         start = at - beside.astype(np.uint64)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 MANIFEST = "fastckpt.json"
-#: The format's version, and the newest minor one that is known here.
+#: The format's version, and the newest known minor version.
 VERSION, MINOR = 1, 0
-#: The directory of all shards but the model's.
+#: The directory of all shards except the model's.
 TRAINING = "training"
 MAX_MANIFEST = 512 << 20
 MAX_HEADER = 100_000_000

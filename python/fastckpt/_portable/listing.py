@@ -19,9 +19,9 @@ from .records import ListedCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-#: What saves and removals give to directories while they work (docs/format.md, 6.1).
+#: Temporary names that saves and removals give to directories (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
-#: How the model's shards are called where the model is an adapter, up to their number.
+#: The names of the model's shards if the model is an adapter, without their number.
 ADAPTER = "adapter_model"
 _SHARD = re.compile(rf"(?:model|{ADAPTER}|{TRAINING}/{TRAINING})(?:-\d{{5,}}-of-\d{{5,}})?\.safetensors").fullmatch
 #: Hugging Face's index of the model's shards.
@@ -40,7 +40,7 @@ def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
 
 
 def _look(path: Path) -> ListedCheckpoint | None:
-    """What lies at ``path``, if it is a checkpoint."""
+    """The listing of ``path``, if it is a checkpoint."""
     try:
         sizes = _sizes(path)
     except OSError:
@@ -51,7 +51,7 @@ def _look(path: Path) -> ListedCheckpoint | None:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The files in the directory of a checkpoint, by their names from there, with their sizes in bytes."""
+    """The files in the directory of a checkpoint, by their relative names, with their sizes in bytes."""
     sizes = {}
     with os.scandir(path) as entries:
         for entry in entries:
@@ -73,12 +73,12 @@ def is_ours(name: str) -> bool:
 
 
 def strangers(names: Collection[str], files: Collection[str], shards: Collection[str] | None) -> list[str]:
-    """Those of the names in a checkpoint that belong to others.
+    """The names in a checkpoint that do not belong to it.
 
     Args:
-        names: all of them, as they lead from its directory.
-        files: what ``files=`` has put there.
-        shards: those that the manifest names; None where it cannot be read, and names have to tell.
+        names: all relative names.
+        files: the names of files that ``files=`` added.
+        shards: the shards in the manifest; None if it cannot be read, so that names decide.
     """
     own = {*BESIDE_SHARDS, *shards} if shards is not None else {name for name in names if is_ours(name)}
     found = {name for name in names if name not in own and name not in files}
@@ -90,7 +90,7 @@ def strangers(names: Collection[str], files: Collection[str], shards: Collection
 
 
 def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], bytes]) -> ListedCheckpoint:
-    """What a manifest, given by ``read``, and the sizes of all files in bytes say about a checkpoint."""
+    """The listing of a checkpoint by its manifest, from ``read``, and the sizes of all files in bytes."""
     total = sum(size for file, size in sizes.items() if is_ours(file))
     created = damage = None
     try:

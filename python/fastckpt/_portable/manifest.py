@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FIRST_LINE = re.compile(rb'\{"fastckpt":([0-9]+)(?:(,"crc64nvme":")([0-9a-f]{16})",\n)?')
-#: How the body begins; the number may be malformed.
+#: The beginning of the body; the number may be malformed.
 _MIN_READER = re.compile(rb'"min_reader":([0-9]*)')
-#: How it began before that.
+#: The beginning before that version.
 _EARLIER = b'"writer":'
 #: Longest name of a file, and the smallest header of a shard with its length field.
 _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
@@ -52,7 +52,7 @@ _WINDOWS = sys.platform == "win32"
 
 
 class Manifest(NamedTuple):
-    """A manifest that was checked."""
+    """A checked manifest."""
 
     info: dict[str, Any]
     block_size: int
@@ -69,7 +69,7 @@ def corrupt(path: str, what: object) -> CorruptCheckpointError:
 
 
 def own_checksum(content: bytes) -> str | None:
-    """The checksum that the first line of a manifest has, as 16 hexadecimal digits; None where it has none."""
+    """The checksum in the first line of a manifest, as 16 hexadecimal digits; None if there is none."""
     line = _FIRST_LINE.match(content)
     return line[3].decode() if line is not None and line[3] is not None else None
 
@@ -80,7 +80,7 @@ def decode(content: bytes, path: str) -> Manifest:
 
 
 def decode_head(content: bytes, path: str) -> tuple[float, list[StoredShard]]:
-    """When the save began, and the shards; nothing else is checked but the checksum."""
+    """When the save began, and the shards; only the checksum is checked."""
     return _decode(content, path, _head)
 
 
@@ -93,8 +93,7 @@ def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryvie
         raise _unread(path, f"has format version {version}, and this fastckpt reads version {VERSION}: {_UPGRADE}")
     if line[2] is None:
         raise corrupt(path, "its first line is damaged")
-    # The first line opened the JSON object. A manifest may have 512 MiB, so nothing of it is copied before it is
-    # checked.
+    # The first line opened the JSON object. A manifest may have 512 MiB, so nothing is copied before the check.
     text = memoryview(content)[line.end() :]
     found, written = _crc64.to_hex(_crc64.of(text)), line[3].decode()
     if found != written:
@@ -151,7 +150,7 @@ def _whole(found: list[tuple[str, memoryview]]) -> Manifest:
 
 
 def _parsed(found: list[tuple[str, memoryview]]) -> dict[str, Any]:
-    """The values of all known members, of tokens the text; of unknown ones the text has to be JSON."""
+    """The values of all known members, with tokens as text; the text of unknown members must be JSON."""
     values: dict[str, Any] = {}
     for name, text in found:
         if name in values:
@@ -229,7 +228,7 @@ def _shard(entry: Any) -> StoredShard:
 def is_plain(file: str, *, windows: bool) -> bool:
     """Whether ``file`` names a shard: in the checkpoint's directory, or in its directory ``training``.
 
-    To Windows a colon leads elsewhere.
+    On Windows a colon leads elsewhere.
     """
     suffix = ".safetensors"
     file = file.removeprefix(f"{TRAINING}/")
@@ -299,7 +298,7 @@ def extent_count(offset: int, nbytes: int, block_size: int) -> int:
 
 
 def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None:
-    """Raise ValueError unless the tensors of each shard lie one after another, from its header to its end."""
+    """Raise ValueError unless the tensors of each shard are contiguous, from its header to its end."""
     ends = [shard.data_offset for shard in shards]
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         end = ends[tensor.shard]

@@ -1,4 +1,4 @@
-"""The members of a JSON object, told apart and measured before anything is parsed: a parser makes what it is given."""
+"""Separates and measures the members of a JSON object before it is parsed: a parser has no limits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .limits import MAX_TOKENS, MAX_VALUES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Nesting that JSON's parser is given, and that a structure may have: its array, a token, a list in it.
+#: The deepest nesting for the JSON parser, and for a structure: its array, a token, a list in it.
 _DEEPEST, _TOKENS_DEEPEST = 127, 3
 #: The longest integer of 64 bits.
 _INTEGER_DIGITS = 20
 _SPACE = b" \t\r\n"
-#: The value of a member that its object names twice: two parsers may take different ones.
+#: The value of a member that its object names twice: two parsers may choose different ones.
 TWICE: Final = object()
 
-#: Bytes that are looked at together, and what must not be cut from them: an escape.
+#: Bytes that are scanned together, and the bytes that must not be cut: an escape.
 _CHUNK = 64 << 10
 _ESCAPE = re.compile(rb"\\*.?", re.DOTALL)
 _ARRAY = re.compile(rb"[ \t\r\n]*\[")
@@ -37,10 +37,10 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _Array]]:
-    """The brackets, commas and colons of JSON that are in no string; ``depth`` brackets are open before it.
+    """The brackets, commas and colons of JSON outside strings; ``depth`` brackets are open before it.
 
     Yields:
-        For a stretch of the text: where they are, what they are, and how many brackets are open behind each.
+        For a piece of the text: their positions, the characters, and the number of open brackets after each.
     """
     begin = quotes = 0
     while begin < len(text):
@@ -62,7 +62,7 @@ def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _
 
 
 def count(text: memoryview) -> int:
-    """How many elements the array ``text`` has, at most."""
+    """The most elements that the array ``text`` can have."""
     return 1 + sum(int(np.count_nonzero((marks == _COMMA) & (depth == 1))) for _, marks, depth in _marks(text))
 
 
@@ -76,7 +76,7 @@ def check_tokens(what: str, text: memoryview) -> None:
         if (marks == _OBJECT).any():
             raise ValueError(f"{what} holds an object")
         commas = marks == _COMMA
-        # The number of the token at each mark, and of those that have a list.
+        # The number of the token at each mark, and of the tokens that have a list.
         number = np.cumsum(commas & (depth == 1)) + tokens
         lists = number[(marks == _LIST) & (depth == _TOKENS_DEEPEST)]
         tokens, values = int(number[-1]), values + int(np.count_nonzero(commas))
@@ -89,9 +89,9 @@ def check_tokens(what: str, text: memoryview) -> None:
 
 
 def members(text: memoryview) -> list[tuple[str, memoryview]]:
-    """The members of an object, ``text`` being what follows its first brace: names, and values still to be parsed.
+    """The members of an object whose text after the first brace is ``text``: names, and unparsed values.
 
-    A value may be nested to any depth: what is deeper than a parser should go is checked, and replaced by 0.
+    A value may be nested to any depth: values deeper than the limit are checked, and replaced by 0.
 
     Raises:
         ValueError: it is not an object.
@@ -122,12 +122,12 @@ def members(text: memoryview) -> list[tuple[str, memoryview]]:
 
 
 def _shallow(text: memoryview) -> bytes:
-    """``text`` with 0 in the place of each value that is nested too deep, which was checked to be JSON.
+    """``text`` with 0 in place of each value that is nested too deep, after a check that it is JSON.
 
-    Text is checked once, however deep it is, and never parsed deeper than the limit: a value is cut out as soon as it
-    is complete, and those inside it were cut out before.
+    Text is checked once, whatever its depth, and never parsed deeper than the limit: a value is cut out as soon as it
+    is complete, after the values inside it.
     """
-    # What was read of each value that is still open, the object itself first.
+    # The pieces of each open value, the object itself first.
     pieces: list[list[bytes]] = [[]]
     done = 0
     for at, marks, depth in _marks(text, 1):
@@ -148,21 +148,21 @@ def _shallow(text: memoryview) -> bytes:
 
 
 def parse(text: str) -> Any:
-    """What JSON means: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
+    """Parse JSON: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     return json.loads(text, parse_int=_int, parse_constant=_constant, object_pairs_hook=_object)
 
 
 def check(text: str) -> None:
-    """Raise ValueError unless this is JSON, whatever it means."""
+    """Raise ValueError unless this is JSON."""
     json.loads(text, parse_int=len, parse_float=len, parse_constant=_constant)
 
 
 def _int(digits: str) -> int | float:
-    # -0 has a sign, so it is not such an integer.
+    # -0 has a sign, so it does not count as an integer.
     return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else float(digits)
 
 

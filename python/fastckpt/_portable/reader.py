@@ -1,4 +1,4 @@
-"""An open checkpoint, read by a few threads: a directory through the page cache, and what other files it is given."""
+"""An open checkpoint, read by a few threads: a directory through the page cache, or other files."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 #: Reads below this size take one thread.
 _SMALL = 2 << 20
-#: Bytes that may be on their way to be copied from, at a time.
+#: The most bytes in flight that are copied afterwards.
 _IN_FLIGHT = 256 << 20
-#: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
+#: Bytes per read of a header, and of the manifest's beginning, which has the checksum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
 _TICK = 0.1
 
 
 class _Piece(NamedTuple):
-    """Bytes of a tensor in one block, all of them if they are to be verified.
+    """Bytes of a tensor in one block; all of them for verification.
 
     ``start`` counts in the tensor, ``offset`` in the file.
     """
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What is read at once."""
+    """One read."""
 
     shard: int
     start: int
@@ -65,13 +65,13 @@ class _Read(NamedTuple):
 
 
 class _Target:
-    """Where the bytes of a request go; nowhere, when they are only to be verified."""
+    """The destination of the bytes of a request; none if they are only verified."""
 
-    #: The memory of the whole tensor, if its bytes lie there one after another.
+    #: The memory of the whole tensor, if it is contiguous.
     memory: np.ndarray[Any, Any] | None = None
 
     def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
-        """Take the tensor's bytes from ``start`` on."""
+        """Deliver the tensor's bytes from ``start`` on."""
 
 
 class _Memory(_Target):
@@ -98,13 +98,13 @@ class _Drained(_Target):
 
 
 class Mappings:
-    """Shards as private memory: what is written to it never reaches the files."""
+    """Shards as private memory: writes never reach the files."""
 
     def __init__(self) -> None:
         self.shards: dict[int, np.ndarray[Any, Any]] = {}
 
     def address(self, shard: int, offset: int, nbytes: int) -> int:
-        """Where ``nbytes`` of a shard's file begin, ``offset`` bytes in."""
+        """The address of ``nbytes`` of a shard's file, ``offset`` bytes in."""
         memory = self.shards.get(shard)
         if memory is None:
             raise IndexError("this shard is not mapped")
@@ -124,7 +124,7 @@ class Reader:
         manifest: bytes | None = None,
         files: Files | None = None,
     ) -> None:
-        # Shards are opened when they are read: on Windows an open file could not be replaced with its directory.
+        # Shards are opened when they are read: on Windows a directory with an open file could not be replaced.
         del keep
         self._files = files or Directory(os.fspath(path))
         self._files.check()
@@ -165,7 +165,7 @@ class Reader:
         return self._manifest.metadata
 
     def per_rank(self) -> str | None:
-        """What each rank saved for itself, as JSON text; None where there is nothing."""
+        """The ``per_rank`` states, as JSON text; None if there are none."""
         return self._manifest.per_rank
 
     def info(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Reader:
     save = for_linux("save")
 
     def map(self, tensors: Sequence[int]) -> Mappings:
-        """Map the shards that hold ``tensors``, but for empty ones."""
+        """Map the shards that hold ``tensors``, except empty ones."""
         mappings = Mappings()
         for tensor in map(self._tensor, tensors):
             if tensor.nbytes and tensor.shard not in mappings.shards:
@@ -212,7 +212,7 @@ class Reader:
     def check(
         self, mappings: Mappings, tensors: Sequence[int], *, threads: int | None, tick: Tick | None
     ) -> dict[str, Any]:
-        """Compare ``tensors``, where they are mapped, with their checksums."""
+        """Compare the mapped ``tensors`` with their checksums."""
         job = _Job(self, "buffered", threads, mappings.shards)
         for number in tensors:
             tensor = self._tensor(number)
@@ -282,7 +282,7 @@ class Reader:
         return self._files
 
     def open_shard(self, number: int, *, any_length: bool = False) -> File:
-        """Open a shard, which has to have its length."""
+        """Open a shard, which must have its length."""
         shard = self._manifest.shards[number]
         file, size = self._files.open(shard.file)
         if size != shard.nbytes and not any_length:
@@ -308,14 +308,14 @@ class Reader:
                 for damage in self._header_damage(self._manifest.shards[number], file):
                     raise self.raised(damage)
 
-        # Where each waits for the network they do not wait for each other.
+        # Threads wait for the network in parallel, not for each other.
         with ThreadPoolExecutor(self._files.threads, "fastckpt") as pool:
             for _ in pool.map(check, todo):
                 pass
         self._sound.update(todo)
 
     def _header_damage(self, shard: StoredShard, file: File) -> Iterator[DamagedRange]:
-        """What of a shard's header is not what was written."""
+        """The damage of a shard's header, if any."""
         sum_, at_, field = _crc64.of(b""), 0, 0
         while at_ < shard.data_offset:
             piece = bytearray(min(_HEADER_READ, shard.data_offset - at_))
@@ -326,7 +326,7 @@ class Reader:
                 break
             sum_ = _crc64.of(memoryview(piece)[:got], sum_)
             at_ += got
-        # A forged manifest may vouch for a header to which other readers would give another length.
+        # A forged manifest may match a header that other readers would give another length.
         if at_ == shard.data_offset and field + 8 != at_:
             reason = f"header: its length field puts the data elsewhere than at byte {at_}"
             yield DamagedRange(shard.file, 0, 8, None, reason)
@@ -335,7 +335,7 @@ class Reader:
             yield DamagedRange(shard.file, 0, shard.data_offset, None, reason)
 
     def _wrong_sums(self) -> Iterator[DamagedRange]:
-        """Shards whose checksum, by which copies elsewhere are checked, is not that of their parts."""
+        """Shards whose checksum, which verifies copies, is not that of their parts."""
         sums = [int(shard.header_crc, 16) for shard in self._manifest.shards]
         for tensor in sorted(self._manifest.tensors, key=lambda tensor: tensor.offset):
             sums[tensor.shard] = _crc64.joined(sums[tensor.shard], self._sums(tensor))
@@ -345,13 +345,13 @@ class Reader:
                 yield DamagedRange(shard.file, 0, shard.nbytes, None, reason)
 
     def _sums(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-        """The sum and the length of each extent of a tensor."""
+        """The checksum and the length of each extent of a tensor."""
         for number, (start, end) in enumerate(_cut(tensor.offset, tensor.offset + tensor.nbytes, self.block_size)):
             yield int(tensor.crc[number * _crc64.HEX :][: _crc64.HEX], 16), end - start
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Inside, what looks like damage is none if the path has another manifest by now."""
+        """A context in which damage is ignored if the path has another manifest by now."""
         try:
             yield
         except (CorruptCheckpointError, FileNotFoundError) as error:
@@ -372,7 +372,7 @@ class Reader:
 
 
 def _cut(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """The parts of the range of a file that lie in one block each."""
+    """The parts of a range of a file, each within one block."""
     while start < end:
         stop = min(end, (start // size + 1) * size)
         yield start, stop
@@ -380,14 +380,14 @@ def _cut(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class _Job:
-    """What is to be read, and what was done.
+    """The requests of a read, and its result.
 
     Args:
         reader: the checkpoint.
-        io: the engine that was asked for.
-        threads: how many; None for the default.
-        mapped: where shards are mapped: then nothing is read.
-        damage: where damage is noted; without it the first is an error.
+        io: the requested engine.
+        threads: their number; None for the default.
+        mapped: the mapped shards, if any: then nothing is read.
+        damage: collects damage; without it the first is an error.
     """
 
     def __init__(
@@ -413,11 +413,11 @@ class _Job:
         self._stop = False
 
     def ask(self, number: int, request: ReadRequest, drain: Drain | None, *, verify: bool) -> Callable[[], None]:
-        """Add a request; what is returned is to be called when all has been read.
+        """Add a request; returns a function to call after everything has been read.
 
         Raises:
             IndexError: there is no such tensor.
-            ValueError: its memory cannot take it.
+            ValueError: its memory is too small.
         """
         tensor = self._reader.tensor(request.tensor)
         address, capacity = request.address, request.capacity
@@ -472,11 +472,11 @@ class _Job:
                 self._pieces.append(_Piece(number, start, start - offset, stop - start, crc, target))
 
     def shards(self) -> list[int]:
-        """The shards that are read from."""
+        """The shards to read."""
         return sorted({self._reader.tensor(piece.tensor).shard for piece in self._pieces})
 
     def _plan(self) -> None:
-        """Join what lies close together in one block of a shard."""
+        """Join pieces that are close together in one block of a shard."""
         size, least = self._reader.block_size, self._reader.files.straight
         shard_of = {piece.tensor: self._reader.tensor(piece.tensor).shard for piece in self._pieces}
         last: _Read | None = None
@@ -521,7 +521,7 @@ class _Job:
                 self._stop = True
 
     def _work(self, number: int, todo: Iterator[_Read], lock: Lock) -> None:
-        """Read what others have not yet taken; the file of the last shard stays open."""
+        """Read what other threads have not yet taken; the file of the last shard stays open."""
         file: File | None = None
         opened = -1
         try:
@@ -572,7 +572,7 @@ class _Job:
             piece.target.deliver(piece.start, part)
 
     def _fill(self, file: File, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:
-        """Read into ``data``: how many bytes came, and why not all."""
+        """Read into ``data``; returns the number of bytes read, and why not all."""
         try:
             return file.read_at(read.start, data), "the file is too short to hold it"
         except self._reader.files.gone as error:
@@ -588,7 +588,7 @@ class _Job:
         self._damage.append(damage)
 
     def report(self) -> dict[str, Any]:
-        """What was done; see ``_core.pyi``."""
+        """The report; see ``_core.pyi``."""
         ended, count = time.perf_counter(), len(self._reads)
         why = "mapped" if self._mapped is not None else self._reader.files.why
         return {
@@ -609,4 +609,4 @@ class _Job:
 
 
 def _nothing() -> None:
-    """For requests that need nothing more."""
+    """Do nothing, for requests that need no further step."""

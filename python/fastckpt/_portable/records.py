@@ -1,4 +1,4 @@
-"""Records that the reader takes and returns; ``_core.pyi`` documents each."""
+"""Records that the reader accepts and returns; ``_core.pyi`` documents each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class LogicalType(NamedTuple):
-    """What a tensor is that is stored as bytes."""
+    """The logical dtype and shape of a tensor that is stored as bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class StoredShard(NamedTuple):
 
 
 class DamagedRange(NamedTuple):
-    """A range of a file that is not what was written."""
+    """A damaged range of a file."""
 
     file: str
     offset: int
@@ -50,7 +50,7 @@ class DamagedRange(NamedTuple):
 
 
 class ReadRequest(NamedTuple):
-    """A tensor, or a box of it, and where its bytes go."""
+    """A tensor, or a box of it, and the destination of its bytes."""
 
     tensor: int
     address: int
@@ -67,8 +67,8 @@ class ListedCheckpoint(NamedTuple):
         path: its path, to load it.
         created: seconds since 1970 when its save began; None if its manifest is damaged.
         bytes: bytes of the files that fastckpt wrote.
-        aside: False: only the compiled core looks for what a killed save took aside.
-        damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is wrong.
+        aside: False: only the compiled core finds what a killed save moved aside.
+        damage: the damage, as shown by its manifest and the lengths of its files; None without damage.
     """
 
     name: str

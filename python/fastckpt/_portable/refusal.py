@@ -13,7 +13,7 @@ _WHERE = (
 
 
 def for_linux(name: str) -> type:
-    """A class in the place of what is called ``name`` in the compiled core; a call of it says why it is not here."""
+    """A class in place of ``name`` of the compiled core; a call raises an error with the reason."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
@@ -21,4 +21,4 @@ def for_linux(name: str) -> type:
             f"converts checkpoints, and cannot save, remove, probe or measure; {_WHERE}"
         )
 
-    return type(name, (), {"__new__": refuse, "__doc__": "Of the compiled core: Linux only.", "__module__": "fastckpt"})
+    return type(name, (), {"__new__": refuse, "__doc__": "Compiled core: Linux only.", "__module__": "fastckpt"})

@@ -11,13 +11,13 @@ For a save (loads do the same with :class:`.demands.Wanting`):
     job = agreement.settle(verdict, answer)
 
 ``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
-offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
-``decide`` and ``unite`` run on the coordinator; the structure, which only that needs, does not travel.
+offers and answers are bytes. Arrivals can be part of another value: ``combine_arrivals`` accepts a list of them.
+``decide`` and ``unite`` run on the coordinator; the structure, which only the coordinator needs, is not sent.
 
-What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and its
-spreads: a few of meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets one
-of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest) travel up, one by
-one, and its tensors as lists; equal lists are sent only once.
+The cost: a rank sends its own table once, compressed, if tables differ (about 10 bytes a tensor), and its spreads: a
+few of meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets one of each
+kind. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest) are sent up one by one,
+and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class TensorOf(NamedTuple):
-    """A tensor of the job: as ``_core.Share.to_save`` takes it."""
+    """A tensor of the job, in the form for ``_core.Share.to_save``."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class TensorOf(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 if ``fill`` copies the bytes."""
+    """Memory of this rank, in the form for ``_core.RankSave``. The address is 0 if ``fill`` copies the bytes."""
 
     tensor: int
     part: int
@@ -69,7 +69,7 @@ PER_RANK = "per_rank."
 
 
 class JobState:
-    """The agreement of ranks about the state of their job, and the part that this one holds.
+    """The agreement of ranks about the state of their job, and the part of this rank.
 
     Attributes:
         tensors: the job's tensors, those of ``per_rank`` at the end.
@@ -80,7 +80,7 @@ class JobState:
         sources: copies the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
         structure: on the coordinator, the tokens of the state, JSON text.
         metadata: the structure of the metadata.
-        per_rank: the list of the states of each rank alone; None if there are none.
+        per_rank: the list of the ``per_rank`` states; None if there are none.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class JobState:
         self.structure: str | None = None
         self.metadata: str | None = None
         self.per_rank: str | None = None
-        #: By the index in ``held``: the number in ``sources``, and the part of that.
+        #: By the index in ``held``: the number in ``sources``, and the part of that source.
         self._sources: list[tuple[int, slice]] = []
 
     def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int, within: slice = _ALL) -> None:
-        """Note a memory of this rank: where it has no address, the bytes ``within`` of that number in ``sources``."""
+        """Record a memory of this rank: without an address, the bytes ``within`` of that number in ``sources``."""
         if nbytes:
             self.held.append(Holding(tensor, part, address, nbytes))
             self._sources.append((number, within))
 
     def fill(self, ranges: Sequence[Range]) -> None:
-        """The core's callback for memories without an address: their index is that in ``held``."""
+        """The core's callback for memories without an address, by the index in ``held``."""
         assert self.sources is not None  # noqa: S101 - what was copied has addresses
         found = self._sources
         self.sources.fill(
@@ -116,14 +116,14 @@ class JobState:
         )
 
     def sum(self, index: int) -> int | None:
-        """The sum of such a memory, by the index in ``held``, if a device computes it."""
+        """The checksum of a memory without an address, by the index in ``held``, if a device computes it."""
         assert self.sources is not None  # noqa: S101 - as above
         number, within = self._sources[index]
         return self.sources.sum(number) if within == _ALL else None
 
     @property
     def pulled(self) -> int:
-        """Bytes of such memories."""
+        """Bytes of memories without an address."""
         return sum(holding.nbytes for holding in self.held if not holding.address)
 
 
@@ -148,12 +148,12 @@ class Agreement:
         self.operation = operation
         self.table = table_of(request.flat)
         self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
-        #: Of the coordinator.
+        #: For the coordinator.
         self._structure: str | None = None
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
-        """The first message up: the digests of both parts of the table, and whether there is a state per rank."""
+        """The first message: digests of both parts of the table, and whether there is a ``per_rank``."""
         return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ class Agreement:
         return verdict != [EQUAL, False]
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """The second message up."""
+        """The second message."""
         what, has_extras = verdict
         own = self.request.per_rank
         if not has_extras or own is None:
@@ -178,7 +178,7 @@ class Agreement:
         return self.told.offer(what, [[self.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
-        """The answer: everything that a rank needs to know besides its own table.
+        """The answer: everything that a rank needs beside its own table.
 
         Raises:
             ValueError: values of several ranks differ, or ``model_key`` leads to no mapping.
@@ -196,10 +196,10 @@ class Agreement:
         return packed(*parts, *self._unite_extras(extras, blobs))
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
-        """For ranks with equal main tables: for each number of a spread, the list of what ranks hold."""
+        """For ranks with equal main tables: for each number of a spread, the list of the parts on ranks."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
-        # Ranks may have left out tensors of others: their spreads are numbered behind those that all have, or between.
+        # Ranks may have left out tensors of others: their spreads are numbered after the common ones, or between them.
         used = {kind.spread for kind in variant.table.kinds} | {0}
         lists = [made.add(holders_of(variant, number if number in used else 0)) for number in range(1 + max(used))]
         differences = Differences(self.operation)
@@ -240,7 +240,7 @@ class Agreement:
         return [compressed(data), compressed(encode_spreads(united.spreads))]
 
     def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
-        """The tensors of ranks alone: lists of tensors, and the ranks that have each."""
+        """The ``per_rank`` tensors: lists of tensors, and the ranks that have each list."""
         lists: dict[str, list[int]] = {}
         self._extras = []
         for rank, tensors, tokens in sorted(extras):
@@ -251,7 +251,7 @@ class Agreement:
 
     @paused()
     def settle(self, verdict: list[Any], answer: bytes | None) -> JobState:
-        """The agreement of all ranks, once ``answer`` is there, if one was needed."""
+        """The agreement of all ranks, from the verdict and, if one was needed, the ``answer``."""
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
@@ -268,7 +268,7 @@ class Agreement:
         return job
 
     def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> JobState:
-        """All ranks have the same tensors as this one."""
+        """The case that all ranks have the same tensors."""
         request, flat = self.request, self.request.flat
         prefix = split_model(self.operation, flat, request.settings.files.model_key)
         if lists is None:
@@ -289,7 +289,7 @@ class Agreement:
         return job
 
     def _settle_tables(self, main: bytes, spreads: list[Spread]) -> JobState:
-        """Ranks have different tensors."""
+        """The case that ranks have different tensors."""
         head, kind = unpacked(main)
         lists, names, kinds, others, prefix = json.loads(head)
         own = [tuple(each) for each in lists]
@@ -309,7 +309,7 @@ class Agreement:
         return job
 
     def _hold(self, job: JobState, numbers: list[list[int]]) -> None:
-        """Note the memories of this rank: the positions of its tensors among those of the job."""
+        """Record the memories of this rank: the positions of its tensors among those of the job."""
         request, flat = self.request, self.request.flat
         where = Parts(job.spreads, self.rank)
         tensors = job.tensors
@@ -332,7 +332,7 @@ class Agreement:
                     job.hold(number, part + more, address, stop - start, index, slice(start, stop))
 
     def _settle_extras(self, job: JobState, parts: list[bytes]) -> None:
-        """Add the tensors that each rank has alone."""
+        """Add the ``per_rank`` tensors."""
         head, *lists = parts
         runs = json.loads(head)
         by_rank = {
@@ -361,7 +361,7 @@ class Agreement:
 
 
 def logical_of(value: Any) -> tuple[str, tuple[int, ...]] | None:
-    """A logical dtype and shape, or None, as JSON gave them back."""
+    """A logical dtype and shape, or None, from their JSON form."""
     return None if value is None else (value[0], tuple(value[1]))
 
 
@@ -390,7 +390,7 @@ def _list_of(extras: list[Any], first: dict[int, int], size: int) -> str:
 
 
 def core_spread(spread: Spread) -> _core.Spread:
-    """A spread as the core takes it."""
+    """A spread in the core's form."""
     if spread.boxes is not None:
         return _core.Spread.boxes(list(zip(spread.ranks, spread.boxes, strict=True)))
     if spread.mesh:

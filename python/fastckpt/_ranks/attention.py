@@ -1,4 +1,4 @@
-"""While a rank works, it signals that it is alive, and checks whether the others have given up."""
+"""While a rank works, it signals that it is alive, and checks whether the operation has failed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .peers import Operation
 
-#: A rank that waits for the bytes of others has not failed itself, and signals that it is alive. But not for ever:
-#: after this many timeouts without a message it is silent, because all ranks might wait for each other.
+#: A rank that waits for the bytes of others has not failed itself, and signals that it is alive. After this many
+#: timeouts without a message it stops, because all ranks might be waiting for each other.
 _PATIENCE = 4
-#: Bytes that a rank may have accepted and not written, because a bandwidth limit slows it down.
+#: The most bytes that a rank accepts before it writes them, under a bandwidth limit.
 _HELD_BACK = 256 << 20
 
 
@@ -22,11 +22,11 @@ class Attention:
     Args:
         operation: the operation.
         timeout: its timeout, in seconds.
-        bandwidth: bytes per second to which this rank holds itself back; None for no limit.
+        bandwidth: this rank's limit in bytes per second; None for no limit.
 
     Attributes:
-        exchange: the messages that travel, once they do.
-        limit: seconds after which a single message is given up, regardless of the other ranks.
+        exchange: the messages, once they are sent.
+        limit: seconds after which a single message fails, regardless of the other ranks.
     """
 
     def __init__(self, operation: Operation, timeout: float, bandwidth: float | None = None) -> None:
@@ -56,7 +56,7 @@ class Attention:
         self.operation.check()
 
     def _held_back(self, left: int) -> float:
-        """Seconds for which the limit may let nothing through, with so many bytes left."""
+        """Seconds for which the limit may permit no writes, with this many bytes left."""
         return min(left, _HELD_BACK) / self.bandwidth if self.bandwidth else 0.0
 
     def meanwhile(self) -> None:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """Its snapshot holds this rank's parts: the files are laid out when ranks have agreed on them."""
+    """A save of one rank. Its snapshot holds this rank's parts: the layout of the files follows the agreement."""
 
     group: ProcessGroup
 
     def __init__(self, request: SaveRequest, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
-        # Small tensors of a device that are packed without gaps share a copy.
+        # Small device tensors that are packed without gaps share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
         ranks = group.session if group.session.group.size > 1 else None
@@ -33,11 +33,11 @@ class Job(BackgroundSave):
         self.group = group
 
     def turn(self) -> Operation:
-        """That among the operations of the group."""
+        """The turn among the operations of the group."""
         return self.group.operation
 
     def alive(self) -> None:
-        """The same for the other ranks."""
+        """Signal to the other ranks that this one is alive."""
         self.group.operation.alive()
 
     def _write(self) -> SaveReport:

@@ -1,4 +1,4 @@
-"""The parts of a tensor that one rank has, as boxes, for a read by this rank alone."""
+"""The parts of a tensor on one rank, as boxes, for a read by this rank only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Boxed:
 
     Attributes:
         requests: those.
-        drain: takes the bytes of those without an address; None if there are none.
+        drain: receives the bytes of requests without an address; None if there are none.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Boxed:
         self.requests: list[_core.ReadRequest] = []
         self.drain: Drain | None = None
         self._drain = drain
-        # The numbers of demands, by that of the request, and where in the memory of the demand that begins; and the
-        # ones that have to be read first, and are drained afterwards.
+        # The numbers of demands, by the number of the request, and its offset in the memory of the demand; and the
+        # requests that must be read first, and are drained afterwards.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._later: list[tuple[int, Any]] = []
         for number, demand in enumerate(demands):
@@ -110,14 +110,14 @@ class Boxed:
             )
 
     def finish(self) -> None:
-        """Once all has been read."""
+        """Finish after everything has been read."""
         if self._later:
             self._drain([(number, 0, _memory.address_of(held), held.nbytes) for number, held in self._later])
         self._later.clear()
 
 
 def _placed(part: Ranges) -> list[tuple[int, int, int]]:
-    """Ranges of a dimension, and where each begins in local memory."""
+    """Ranges of a dimension, and their offsets in local memory."""
     out, at = [], 0
     for start, stop in part:
         out.append((start, stop, at))

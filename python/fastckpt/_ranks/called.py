@@ -1,4 +1,4 @@
-"""Identifies the call of the program that a rank is in, so that ranks notice when they are out of step."""
+"""Identifies the current call of a rank, so that ranks notice when they are out of step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-#: The number of values that distinguish a call from others, the length of their names and texts, and the largest
+#: The limits of the values that distinguish a call: their count, the length of names and strings, and the largest
 #: number.
 _MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
-#: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
+#: The most mappings of a state that are searched, and the most keys in them: larger ones are tables of tensors.
 _MAPPINGS, _KEYS = 64, 64
-#: The mark of a save's step: the first value that :func:`marks_of` is given.
+#: The mark of a save's step: the first argument of :func:`marks_of`.
 STEP = "0.step"
-#: How many directories above a path identify where it leads.
+#: The number of directories above a path that identify its place.
 _LEVELS = 4
 
 
@@ -24,8 +24,8 @@ class Called(NamedTuple):
 
     Attributes:
         kind: the kind of call; empty if it ends whatever the others do.
-        path: to what.
-        place: where the path leads, by :func:`location_of`; None where that is not known.
+        path: its path.
+        place: the identity of the path, by :func:`location_of`; None if unknown.
         marks: values that are equal on all ranks that have them, by name: the step.
     """
 
@@ -35,7 +35,7 @@ class Called(NamedTuple):
     marks: Mapping[str, str]
 
     def is_other(self, other: Called) -> bool:
-        """Whether these cannot be one call of all ranks. Two calls that nothing distinguishes can be one."""
+        """Whether these cannot be the same call of all ranks. Two indistinguishable calls can be the same."""
         if not (self.kind and other.kind):
             return False
         if self.kind != other.kind or not self.leads_to(other):
@@ -47,13 +47,13 @@ class Called(NamedTuple):
         return any(not self.is_other(each) for each in calls)
 
     def leads_to(self, other: Called) -> bool:
-        """Whether the paths lead to one directory, as far as this host can see."""
+        """Whether the paths lead to one directory, as far as this host can determine."""
         if self.path == other.path:
             return True
         if self.place is None or other.place is None:
             return False
         (host, *levels), (its_host, *its_levels) = self.place, other.place
-        # Each host numbers its own devices. The ranks of a save prove later that they see one directory.
+        # Each host numbers its own devices. The ranks of a save check later that they see one directory.
         first = 0 if host == its_host else 1
         return any(one[first:] == its[first:] for one in levels for its in its_levels)
 
@@ -61,7 +61,7 @@ class Called(NamedTuple):
 def location_of(path: str, host: str) -> list[Any]:
     """The identity of a path: the host, and for the nearest existing directories device, inode, and the remaining path.
 
-    For several, because the nearest may just have been made, or replaced.
+    Several, because the nearest may just have been made, or replaced.
     """
     levels: list[Any] = []
     at, rest = path, ""
@@ -79,8 +79,8 @@ def location_of(path: str, host: str) -> list[Any]:
 def marks_of(*given: Any) -> dict[str, str]:
     """The first plain values in nested mappings: they are equal on all ranks that have them, and often differ by call.
 
-    Those at the top come first, so that the counters of schedulers are among them. In lists of several ranks, one place
-    may have different values.
+    Those at the top come first, so that the counters of schedulers are among them. In lists, a position may have
+    different values on different ranks.
     """
     marks: dict[str, str] = {}
     known: set[int] = set()
@@ -93,7 +93,7 @@ def marks_of(*given: Any) -> dict[str, str]:
                 known.add(id(value))
                 # The methods of a subclass are the user's.
                 todo += ((f"{name}.{key}", each) for key, each in dict.items(value) if type(key) is str)
-        # Of these types alone, likewise.
+        # Only of these types, for the same reason.
         elif (kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)) and len(name) <= _NAME:
             marks[name] = repr(value[:_LONGEST] if kind is str else value)
     return marks

@@ -1,4 +1,4 @@
-"""One call of all ranks, which has a turn also where its arguments are bad, so that ranks stay in step."""
+"""One call of all ranks, which gets a turn even if its arguments are bad, so that ranks stay in step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 
 @contextlib.contextmanager
 def marked(marks: Mapping[str, str]) -> Iterator[None]:
-    """Mark the calls of the block, among others to the same path, by values that are equal on all their ranks."""
+    """A context that marks its calls, among others to the same path, by values that are equal on all their ranks."""
     before = _MARKS.set(marks)
     try:
         yield
@@ -39,8 +39,8 @@ class Call:
         timeout: seconds for which a rank may make no progress.
 
     Attributes:
-        operation: what the ranks do together. It takes its turn when it is entered, or before.
-        path: the checkpoint's directory, absolute; of a load also its URL in an object store.
+        operation: the common operation of the ranks. It takes its turn when it is entered, or before.
+        path: the checkpoint's directory, absolute; for a load, it may be a URL in an object store.
         timeout: as given.
     """
 
@@ -60,11 +60,11 @@ class Call:
     def mark(self, step: int | None, state: Any) -> None:
         """Mark this call, among others to the same path, by values that are equal on all ranks; ``state`` may be None.
 
-        Before the first round.
+        Call it before the first round.
         """
         self.operation.mark(marks_of({"step": step}, state))
 
     def check(self) -> None:
-        """Raise an error of the path inside the operation, so that other ranks hear of it."""
+        """Raise an error of the path inside the operation, so that other ranks learn of it."""
         if self._problem is not None:
             raise self._problem

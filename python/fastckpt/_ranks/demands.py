@@ -1,6 +1,6 @@
 """Turns a load request of one rank into the parts of the checkpoint that it needs.
 
-A load calls :func:`demands` once it has the manifest. Its result goes through the same rounds as the table of a save:
+A load calls :func:`demands` once it has the manifest. The result goes through the same rounds as the table of a save:
 
     wanted = demands(reader, path, settings, into, rank, ranks)      # by the thread whose streams devices wait for
     agreement = Wanting(wanted)
@@ -62,8 +62,8 @@ class Demand(NamedTuple):
 
     Attributes:
         tensor: its number in the checkpoint.
-        spread: the number of its spread among those of this rank; 0 if the rank has it whole.
-        address: the address of the lowest byte; 0 if ``targets.drain`` takes the bytes.
+        spread: the number of its spread among those of this rank; 0 if the rank has all of it.
+        address: the address of the lowest byte; 0 if ``targets.drain`` receives the bytes.
         nbytes: the writable bytes there; 0 for an empty part.
         strides: see ``_core.ReadRequest``.
     """
@@ -76,10 +76,10 @@ class Demand(NamedTuple):
 
 
 class RankTargets(Targets):
-    """Takes the requests of a rank as demands.
+    """Collects the requests of a rank as demands.
 
     Attributes:
-        demands: those; movers are numbered by them.
+        demands: the demands; movers have the same numbers.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -96,7 +96,7 @@ class RankTargets(Targets):
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        # Also for no bytes: all ranks of a mesh have to name the tensors that are spread over it.
+        # Even for no bytes: all ranks of a mesh must name the tensors that are spread over it.
         if room or whole is not None:
             if mover is not None:
                 self.push(len(self.demands), mover, room)
@@ -149,11 +149,11 @@ class Demands:
         return self.prepared.missing
 
     def build(self) -> Any:
-        """Once all has been read: the state. See :meth:`.Prepared.build`."""
+        """After everything has been read, the state. See :meth:`.Prepared.build`."""
         return self.prepared.build()
 
     def unwanted(self) -> str | None:
-        """The tensors that were chosen and that this rank does not want, as :func:`bitmap` has them."""
+        """The chosen tensors that this rank does not want, as a :func:`bitmap`."""
         return bitmap(self.prepared.unwanted, len(self.targets.stored))
 
     def names_of(self, unwanted: str | None) -> tuple[str, ...]:
@@ -176,9 +176,9 @@ def demands(
 
     Raises:
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        StructureMismatchError: ``into`` does not fit. Tensors that only the checkpoint has are no mismatch: other ranks
-            may want them.
-        Exception: whatever a load of one process raises before it reads.
+        StructureMismatchError: ``into`` does not fit. Tensors that only the checkpoint has are not a mismatch: other
+            ranks may want them.
+        Exception: any error that a load of one process raises before it reads.
     """
     spreads = Spreads(ranks, rank)
     prepared = prepare(reader, path, settings, into, target=RankTargets, spreads=spreads, shared=True)
@@ -201,7 +201,7 @@ def numbers_in(text: str | None) -> list[int]:
 
 
 def common(bitmaps: Sequence[str | None]) -> str | None:
-    """The bitmap of the numbers that are in all of these."""
+    """The bitmap of the numbers in all of these bitmaps."""
     distinct = set(bitmaps)
     first = bitmaps[0]
     if None in distinct or len(distinct) == 1 or first is None:
@@ -215,12 +215,12 @@ def _bits(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def combine_wanted(arrivals: Sequence[list[Any]]) -> list[Any]:
-    """The demands of several ranks, combined."""
+    """Combine the demands of several ranks."""
     return [*combine_arrivals([arrival[:-1] for arrival in arrivals]), common([arrival[-1] for arrival in arrivals])]
 
 
 class Request(NamedTuple):
-    """As ``_core.RankLoad`` takes it; ``tensor`` is the position in :attr:`Shared.wanted`."""
+    """A request for ``_core.RankLoad``; ``tensor`` is the position in :attr:`Shared.wanted`."""
 
     tensor: int
     part: int
@@ -230,21 +230,21 @@ class Request(NamedTuple):
 
 
 class Shared:
-    """The agreement of all ranks, and the demands of this one.
+    """The agreement of all ranks, and the demands of this rank.
 
     Attributes:
         wanted: numbers of tensors of the checkpoint that any rank wants, ascending, and for each the numbers of the
             spreads.
         spreads: the spreads that the numbers refer to.
         requests: the memories of this rank.
-        drain: takes ranges of those without an address: their first number is the index in ``requests``.
+        drain: receives ranges of memories without an address: their first number is the index in ``requests``.
     """
 
     def __init__(self, wanted: list[tuple[int, tuple[int, ...]]], spreads: list[Spread], demands: Demands) -> None:
         self.wanted = wanted
         self.spreads = spreads
         self.requests: list[Request] = []
-        #: By the index in ``requests``: the number of the demand, and where in its memory the request begins.
+        #: By the index in ``requests``: the number of the demand, and the offset of the request in its memory.
         self._numbers: list[tuple[int, int]] = []
         parts = Parts(spreads, demands.rank)
         position = {tensor: index for index, (tensor, _) in enumerate(wanted)}
@@ -252,7 +252,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # How many equal ones have come before: a rank can want a tensor that is stored once several times.
+            # The number of equal demands before: a rank can want a tensor that is stored once several times.
             alike = (tensor, 0 if wish is None or wish.is_whole else spread if wish.boxes is None else -1)
             before = seen.get(alike, 0)
             pieces = pieces_of(wish, nbytes)
@@ -276,7 +276,7 @@ class Shared:
 
 
 class Wanting:
-    """The agreement of one load: as :class:`.agreement.Agreement`, whose rounds it shares.
+    """The agreement of one load: like :class:`.agreement.Agreement`, with the same rounds.
 
     Args:
         local: the demands of this rank.
@@ -286,11 +286,11 @@ class Wanting:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """The first message up: digests of the demands, whether all must be wanted, what is not wanted here."""
+        """The first message: digests of the demands, whether all must be wanted, unwanted tensors here."""
         return [*self.local.told.digests, self.local.prepared.settings.strict, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
-        """The verdict: which parts differ, and which no rank wants.
+        """The verdict: which parts differ, and which tensors no rank wants.
 
         Raises:
             StructureMismatchError: no rank wants some tensor, and a rank's load is strict.
@@ -324,7 +324,7 @@ class Wanting:
         """The answer: the demands of all ranks.
 
         Raises:
-            ValueError: a rank of a mesh does not want a tensor that the others of it want.
+            ValueError: a rank of a mesh does not want a tensor that its other ranks want.
         """
         classes, _, blobs = offer_of(combined)
         local = self.local
@@ -357,7 +357,7 @@ class Wanting:
 
     @paused()
     def settle(self, _: list[Any], answer: bytes | None) -> Shared:
-        """The agreement of all ranks, once ``answer`` is there, if one was needed."""
+        """The agreement of all ranks, from the verdict and, if one was needed, the ``answer``."""
         local = self.local
         if answer is not None:
             main, cuts = unpacked(answer)

@@ -1,4 +1,4 @@
-"""From the state of one rank to its table."""
+"""Makes the table of a rank from its state."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def table_of(flat: Flat) -> Table:
 
 
 def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None:
-    """The keys of the outer mapping, as a flattened state has them."""
+    """The keys of the outer mapping of a flattened state."""
     return None if keys is None else {_KEYS[kind](text): leads for kind, text, leads in keys}

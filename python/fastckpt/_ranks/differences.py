@@ -22,7 +22,7 @@ _CONTAINERS = {"fset": "a frozenset", "odict": "an OrderedDict", "ddict": "a def
 
 
 class Path:
-    """A place in a structure, as a step from the one above."""
+    """A place in a structure, as a step from its parent."""
 
     __slots__ = ("above", "key")
 
@@ -40,7 +40,7 @@ class Path:
 
 
 class Differences:
-    """Notes differences, and raises them together.
+    """Collects differences, and raises them together.
 
     Args:
         operation: the word that the message begins with.
@@ -53,14 +53,14 @@ class Differences:
         self._remedies: dict[str, None] = {}
 
     def texts(self, path: Path, sides: Sequence[tuple[Sequence[int], str]], *remedies: str) -> None:
-        """Two things that differ, in words, each with the ranks that have it; of remedies the last is named last."""
+        """Add different descriptions, each with its ranks, and a remedy; the last remedy comes last in the message."""
         self._note(path, sides)
         for remedy in remedies:
             self._remedies.pop(remedy, None)
             self._remedies[remedy] = None
 
     def absent(self, path: Path, ranks: Sequence[int], absent: Sequence[int], remedy: str) -> None:
-        """A tensor is spread over ``ranks``, and some of them do not declare it."""
+        """Add a tensor that is spread over ``ranks``, of which some do not declare it."""
         present = [rank for rank in ranks if rank not in absent]
         self.texts(path, [(present, f"a DTensor over {named(ranks)}"), (absent, "no such")], remedy)
 
@@ -70,10 +70,10 @@ class Differences:
             self._noted.append(f"{path}: " + ", ".join(f"{text} on {named(ranks)}" for ranks, text in sides))
 
     def raise_any(self) -> None:
-        """Raise the differences that were noted.
+        """Raise the collected differences.
 
         Raises:
-            ValueError: something was.
+            ValueError: there are differences.
         """
         if not self._count:
             return
@@ -93,13 +93,13 @@ def short(token: Any) -> str:
     else:
         try:
             text = repr(unflatten([token], StateBuilder("numpy", ())))
-        except CheckpointError:  # a token that only begins a value
+        except CheckpointError:  # a token that only starts a value
             text = canonical(token)
     return text if len(text) <= _VALUE else f"{text[: _VALUE // 2]}...{text[-_VALUE // 4 :]}"
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks, for a message."""
+    """The ranks in words, for a message."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _RANKS:

@@ -1,8 +1,8 @@
-"""Messages between ranks: bytes that one reads or has in memory, and another writes or wants.
+"""Messages between ranks: bytes that one rank reads or has in memory, and another writes or wants.
 
-The core knows which messages there are, and packs and unpacks them (``_core.Mail``). Here they travel: for each
-direction one thread starts transfers, in order, and another waits for them, in the same order. So several messages
-travel at a time, and a sender that waits for memory does not hold up what has arrived.
+The core determines the messages, and packs and unpacks them (``_core.Mail``). This module sends them: for each
+direction one thread starts transfers, in order, and another waits for them, in the same order. So several messages are
+in flight, and a sender that waits for memory does not delay arrived messages.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two checks whether the other ranks are still there.
+#: Seconds between two checks that the other ranks are alive.
 _LOOK = 0.05
-#: Seconds for which threads may take to end after their transfers have been ended. Gloo ends them at once.
+#: The most seconds for threads to end after their transfers were stopped. Gloo stops them at once.
 _ENDING = 5.0
-#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol checks every 2.5 s.
+#: Seconds within which a rank that stops during the connection is found silent: the protocol checks every 2.5 s.
 _FOUND = 4.0
 
 
 class LostError(CheckpointError):
-    """The exchange broke off: the cause is at another rank, or between the two."""
+    """The exchange failed: the cause is at another rank, or in the network."""
 
     #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks is more specific.
     of_others = True
 
 
 def lost_by(name: str, error: LostError) -> dict[str, Any]:
-    """The message of the rank ``name`` in the last round instead of its outcome: its exchange broke off."""
+    """The message of the rank ``name`` in the last round instead of its outcome: its exchange failed."""
     return {"lost": f"{name}: {error}"}
 
 
 def first_lost(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first of several outcomes that reports a broken exchange; empty if none does."""
+    """The first outcome that reports a failed exchange; empty if none does."""
     return next((outcome for outcome in outcomes if "lost" in outcome), {})
 
 
@@ -78,9 +78,9 @@ class Lane(NamedTuple):
 
 
 class Link:
-    """The gloo group of a process group: made when ranks first have something to send, kept, and replaced once broken.
+    """The gloo group of a process group: made when ranks first have data to send, kept, and replaced after a failure.
 
-    Its name is agreed on in a round of the protocol: each rank offers what it has (:meth:`offer`), and the coordinator
+    Its name is agreed on in a round of the protocol: each rank offers its group (:meth:`offer`), and the coordinator
     chooses (:meth:`agree`).
 
     Args:
@@ -95,12 +95,12 @@ class Link:
         self._data: DataGroup | None = None
 
     def offer(self, *, needed: bool) -> list[Any]:
-        """The offer of this rank in the round: whether it needs a group, and the name of the one that it has."""
+        """The offer of this rank in the round: whether it needs a group, and the name of its current group."""
         return [needed, self._name]
 
     @staticmethod
     def combine(offers: Sequence[list[Any]]) -> list[Any]:
-        """Several offers combined: whether a rank needs a group, and the name of the one that all of them have."""
+        """Combine offers: whether a rank needs a group, and the name of the group that all of them have."""
         names = {name for _, name in offers}
         return [any(needed for needed, _ in offers), names.pop() if len(names) == 1 else ""]
 
@@ -111,10 +111,10 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The group that was agreed on; all ranks that create one arrive here at about the same time.
+        """The agreed group; all ranks that create one arrive here at about the same time.
 
         Raises:
-            RanksError: another rank has not come for ``timeout`` seconds, or the operation has failed there.
+            RanksError: another rank has not arrived within ``timeout`` seconds, or the operation has failed there.
         """
         if not name:
             return None
@@ -124,7 +124,7 @@ class Link:
                 self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
             except AbsentError as error:
                 if not error.ranks:
-                    # All have come. If a rank has stopped since, its silence tells which, shortly before or after this.
+                    # All have arrived. If a rank has stopped since, its silence shows which, at about this time.
                     _attend_for(_FOUND, attend)
                 why = f"has not answered for {timeout:.1f} s (Ranks(timeout=))"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
@@ -138,23 +138,23 @@ class Link:
         return "" if self._data is None else self._data.host_of(rank)
 
     def drop(self) -> None:
-        """Forget the group, which is broken."""
+        """Forget the group, which has failed."""
         self._name = ""
         self._data = None
 
 
 class Exchange:
-    """The messages of one operation while they travel.
+    """The messages of one operation in flight.
 
     Args:
         group: the gloo group.
         mail: the messages.
         name: the name of a rank in errors, ``rank 3 on node-b``: :meth:`fastckpt._ranks.session.Session.name`.
-        limit: seconds after which a transfer that does not end is given up, regardless of the other ranks.
+        limit: seconds after which a transfer that does not end fails, regardless of the other ranks.
         shared: what ranks of this host read in each other's memory.
 
     Attributes:
-        moved: how many messages have been sent and have arrived.
+        moved: the number of messages sent and received.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class Exchange:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it broke off, or None: a :class:`LostError`, or the core's error."""
+        """Why it failed, or None: a :class:`LostError`, or the core's error."""
         return self._error
 
     @property
     def altered(self) -> CheckpointError | None:
-        """The error for bytes that arrived altered, if there are any."""
+        """The error for bytes that arrived altered, if any."""
         found = self.mail.altered()
         if found is None:
             return None
@@ -201,22 +201,22 @@ class Exchange:
 
     @property
     def lost(self) -> LostError | None:
-        """The error for memory of another rank that could not be read, if there is some."""
+        """The error for memory of another rank that could not be read, if any."""
         found = self.mail.lost()
         return None if found is None else LostError(f"{self.name(found[0])}: {found[1]}")
 
     @property
     def waits(self) -> bool:
-        """Whether this rank may be waiting for another rank, to send a message or to take one."""
+        """Whether this rank may be waiting for another rank to send or receive a message."""
         return self._error is None and self.busy
 
     @property
     def busy(self) -> bool:
-        """Whether messages are still on their way."""
+        """Whether messages are still in flight."""
         return self._settles or any(thread.is_alive() for thread in self._threads)
 
     def join(self, attend: Callable[[], None]) -> None:
-        """Wait until all have been sent and have arrived; ``attend`` is called meanwhile.
+        """Wait until all messages have been sent and have arrived; ``attend`` is called meanwhile.
 
         Raises:
             LostError: the exchange broke off.
@@ -228,7 +228,7 @@ class Exchange:
                 attend()
         if self._error is not None:
             raise self._error
-        # Others have read all that they read in this rank's memory once they say so.
+        # Other ranks report when they have finished reading this rank's memory.
         if self.shared is not None:
             self._settles = True
             swap = dict.fromkeys(self.shared.read, b"."), dict.fromkeys(self.shared.readers, 1)
@@ -240,7 +240,7 @@ class Exchange:
 
         Args:
             why: the reason, which becomes the core's error.
-            alive: called meanwhile, so that this rank is not mistaken for the one that is gone.
+            alive: called meanwhile, so that this rank is not mistaken for the lost one.
         """
         if not self.busy:
             return
@@ -303,7 +303,7 @@ class Exchange:
                 self.moved += 1
 
     def _lost(self, lane: Lane, peer: int, error: Exception) -> Exception:
-        """The meaning of a failure of gloo: the other side has gone."""
+        """The error for a failure of gloo: the other side is gone."""
         if not isinstance(error, RuntimeError):
             return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
@@ -315,17 +315,17 @@ class Exchange:
                 return
             self._error = error
         self.mail.stop(str(error))
-        # Threads that wait for other ranks, and those of other ranks that wait for this one, would wait for ever.
+        # Otherwise threads here that wait for other ranks, and theirs that wait for this one, would never end.
         self.group.end()
 
 
 def _text(error: RuntimeError) -> str:
-    """The message of gloo, without the place in its source."""
+    """The message of gloo, without its source location."""
     return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 
 def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[[], None]) -> _T:
-    """Do the core's part of an operation, and see all messages off; ``attend`` is called while only they are left.
+    """Do the core's part of an operation, and wait for all messages; ``attend`` is called while only they are left.
 
     Raises:
         LostError: the exchange broke off.
@@ -340,7 +340,7 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
         if broken is not None:
             raise broken from None
         cause = None if exchange is None else exchange.error
-        # The reason for which the mail is stopped becomes the core's error.
+        # The reason for stopping the mail becomes the core's error.
         if cause is not None and cause is not error and str(cause) in str(error):
             raise cause from None
         raise
@@ -355,7 +355,7 @@ def _attend_for(seconds: float, attend: Callable[[], None]) -> None:
 
 
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
-    """Run in a thread what may wait for other ranks, and call ``attend`` meanwhile, whose errors end the wait.
+    """Run in a thread a function that may wait for ranks; errors of ``attend``, called meanwhile, end the wait.
 
     The thread may then run until its own deadline; its result is ignored.
     """
@@ -387,7 +387,7 @@ def swapped(
     """Swap bytes with other ranks by :meth:`DataGroup.swap`, and call ``attend`` meanwhile.
 
     Raises:
-        LostError: it broke off.
+        LostError: it failed.
     """
 
     def run() -> dict[int, bytes]:
@@ -400,17 +400,17 @@ def swapped(
 
 
 def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float, attend: Callable[[], None]) -> bytes:
-    """Give all ranks ``content``, which rank 0 has.
+    """Send ``content`` of rank 0 to all ranks.
 
     Args:
         group: the ranks.
         content: on rank 0; None on the others.
         nbytes: its length.
-        limit: seconds after which it is given up.
+        limit: seconds after which it fails.
         attend: called while this rank waits.
 
     Raises:
-        LostError: a rank has gone.
+        LostError: a rank is gone.
         RanksError: the operation has failed at another rank.
         DamagedError: the received bytes differ from those of rank 0.
     """

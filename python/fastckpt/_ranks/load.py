@@ -1,11 +1,11 @@
-"""A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
+"""All ranks of a process group read a checkpoint: each byte is read once, by one rank, which sends it to the others.
 
-If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there: that
-takes half the processor time of messages. From storage they read it once, with direct I/O, and pass it on: reading it
-through the page cache together is slower, because the ranks wait for each other's pages.
+If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there, which
+takes half the CPU time of messages. From storage they read it once, with direct I/O, and send the bytes to each other:
+reading through the page cache together is slower, because the ranks wait for each other's pages.
 
-From an object store each rank reads its own part, on any number of hosts: a store serves many readers at a time, and a
-rank that read for others would make its own network the limit of all.
+From an object store each rank reads its own part, on any number of hosts: a store serves many readers at once, and the
+network of a rank that reads for others would limit all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .torch_distributed import DataGroup
 
-#: The engines with which ranks of one host read through its page cache: 1 where it has the checkpoint, 2 always.
+#: The engines with which ranks of one host read through its page cache: 1 if it has the checkpoint, 2 always.
 _CACHED = {"auto": 1, "buffered": 2}
 
 
@@ -62,12 +62,12 @@ class Opened(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
-            object store.
-        group: the group for the bytes; None if they do not travel.
+        apart: whether each rank reads its own part: through the page cache of their common host, or from an object
+            store.
+        group: the group for the bytes; None if no bytes are sent.
         verify: whether a rank wants its bytes compared with their checksums: then each compares what it reads.
         grain: bytes of a grain, and
-        team: the ranks of a team, where bytes travel (``_core.Share.to_load``).
+        team: the ranks of a team, if bytes are sent (``_core.Share.to_load``).
     """
 
     reader: _core.Reader
@@ -85,7 +85,7 @@ def load_on_ranks(path: AnyPath, into: Any, ranks: Any, settings: Callable[[], L
         path: as there.
         into: as there.
         ranks: as there.
-        settings: makes the settings. All ranks hear of what is wrong with them.
+        settings: makes the settings. All ranks learn of errors in them.
     """
     began = time.perf_counter()
     together = check_ranks("load", ranks)
@@ -136,13 +136,13 @@ def _load(
 
 
 def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: IO) -> Opened:
-    """Open the checkpoint on all ranks: the round ``arrive``. One reads the manifest, and passes it on.
+    """Open the checkpoint on all ranks: the round ``arrive``. One rank reads the manifest and sends it to the others.
 
     Args:
         call: the call.
         operation: its operation.
         attention: the operation's.
-        io: how the bytes of this rank move.
+        io: how this rank's bytes move.
     """
     session = call.session
     readers: list[_core.Reader] = []
@@ -154,9 +154,9 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: 
         one = len(hosts) == 1
         apart = is_url(call.path) or (one and (least > 1 or (least > 0 and is_resident(call.path, reader))))
         manifest = reader.manifest()
-        # On one host nothing else may have to be sent.
+        # On one host there may be nothing else to send.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
-        # Asked in any case: a variable that says nothing is an error in every load, or in none.
+        # Always evaluated: an invalid variable must be an error in every load, or in none.
         teams = (0, 1) if is_url(call.path) else _core.aggregation(call.path, mmap.PAGESIZE)
         return [apart, name, verify, *teams, len(manifest) if name else manifest]
 
@@ -176,7 +176,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: 
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
-    """Several arrivals combined: up to two hosts, the least use of the page cache, any check, and the gloo group."""
+    """Combine arrivals: up to two hosts, the least use of the page cache, any verification, and the gloo group."""
     hosts, caches, checks, offers = zip(*arrivals, strict=True)
     return [sorted({host for each in hosts for host in each})[:2], min(caches), any(checks), Link.combine(offers)]
 
@@ -246,9 +246,9 @@ class Reading(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        targets: takes the bytes of requests without an address.
+        targets: receives the bytes of requests without an address.
         io: how its bytes move.
-        attention: sees to other ranks meanwhile.
+        attention: watches other ranks meanwhile.
         tick: called with bytes.
     """
 
@@ -267,7 +267,7 @@ class Reading(NamedTuple):
 def apart(
     reading: Reading, requests: Sequence[_core.ReadRequest], drain: Drain | None = None, *, cached: bool
 ) -> dict[str, Any]:
-    """Read the request of this rank, as if it were alone.
+    """Read the request of this rank, as if it were the only one.
 
     With ``cached``, pages that another rank of the host has read are in the page cache.
     """
@@ -287,7 +287,7 @@ def apart(
 
 
 def _storage_reads() -> int | None:
-    """Bytes that this process has made its storage read so far; None if the system does not report it."""
+    """Bytes that this process has read from storage so far; None if the system does not report them."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(": ")
@@ -304,15 +304,15 @@ def through_messages(
     requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
     drain: Drain,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read this rank's share, and pass on what others want; returns its report, and its message to the others.
+    """Read this rank's share, and send others what they want; returns its report, and its message to the others.
 
     Args:
         session: the process group.
-        group: the group for the bytes; None if they do not travel.
+        group: the group for the bytes; None if no bytes are sent.
         reading: how this rank reads.
         share: the duties of all ranks.
         requests: tensor, part, address, bytes and strides of each memory of this rank.
-        drain: takes the bytes of those without an address.
+        drain: receives the bytes of those without an address.
     """
     attention, rank = reading.attention, session.group.rank
     with reading.targets.lent() as staging:
@@ -336,7 +336,7 @@ def through_messages(
                 with range_of("fastckpt.read"):
                     own = carried(lambda: dict(engine.read(reading.progress)), exchange, attention)
             except LostError as error:
-                # Another rank is the cause, and reports it itself; if none does, this is the cause.
+                # Another rank is the cause, and reports it itself; if none does, this error is the cause.
                 return {}, lost_by(session.name(rank), error)
             storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
             more = {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}

@@ -1,9 +1,9 @@
 """The state of one rank between its turns, and how the ranks of a group find each other in a store.
 
-**A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
-So each rank says hello with a word that no process had before, the rank above answers under that word, and the keys of
-all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nothing reads
-that answer. When the rank itself comes, its hello has another word, which the rank above sees and answers.
+**A session** is one process group in one store. The store may be older: a restarted job finds keys of its earlier
+processes. So each rank says hello with a word that no process had before, the rank above answers under that word, and
+the keys of all turns contain the session that rank 0 drew. The hello of an earlier process is answered, too, but
+nothing reads that answer. The hello of the new process has another word, which the rank above sees and answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.called import Called
 
-#: How many of the calls that it has given up, and how many of its saves, a rank remembers.
+#: The number of abandoned calls, and of saves, that a rank remembers.
 _BEHIND, _SAVES = 8, 64
 _SILENT = "has not answered"
 
@@ -44,7 +44,7 @@ class Member:
         size: ranks in the group.
         host: the name of its host.
         word: a random word that no other rank, and no earlier process, has.
-        serves: the rank whose process may have the server of the store; None if that is none of them.
+        serves: the rank whose process may have the server of the store; None if it is none of them.
     """
 
     rank: int
@@ -52,27 +52,27 @@ class Member:
     host: str
     word: str
     serves: int | None = None
-    #: The session, which is the word that rank 0 drew; empty until it is known.
+    #: The session: the word that rank 0 drew; empty until it is known.
     session: str = ""
     #: The number of the next turn.
     turn: int = 0
-    #: Hosts of the ranks that it has heard from.
+    #: Hosts of the ranks from which it has received a message.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.
     answered: dict[int, bytes] = field(default_factory=dict)
     #: The ranks below that have sent a message in this session: they need no further answer.
     known: set[int] = field(default_factory=set)
-    #: Turns that it left without a verdict, and why.
+    #: Turns that this rank left without a verdict, and why.
     owed: list[tuple[Owed, RankFailure]] = field(default_factory=list)
     #: The key that exists until all have left the last turn that this rank left before others did.
     parting: str = ""
     #: The number of the last turn whose last answer it has.
     answered_turn: str = ""
-    #: The calls that it has given up since the last one that succeeded.
+    #: The calls that it has abandoned since its last success.
     behind: list[Called] = field(default_factory=list)
-    #: The last saves that it has called.
+    #: Its last saves.
     saves: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
-    #: Those of them that have succeeded.
+    #: Those of its last saves that succeeded.
     saved: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ class Member:
         return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
 
     def come(self, called: Called) -> list[Called]:
-        """Note that this rank makes a call; return the calls by which others may find that it is ahead of them.
+        """Record that this rank makes a call; return the calls by which others may find that it is ahead of them.
 
-        A save that is indistinguishable from an earlier one is never ahead: it could meet a later one of the others.
+        A save that is indistinguishable from an earlier one is never ahead: it could meet a later save of the others.
         """
         if called.kind != "save":
             return self.behind
@@ -101,7 +101,7 @@ class Member:
         return called.kind not in {"", "save"} and called.is_like(self.behind[-1:])
 
     def leave_behind(self, called: Called) -> None:
-        """Note that a call of this rank has ended without success."""
+        """Record that a call of this rank has ended without success."""
         self.behind = [*self.behind, called][-_BEHIND:]
 
     def failure(self, message: str) -> RankFailure:
@@ -128,7 +128,7 @@ class Member:
             above.append(tree.above(above[-1]))
         silence = Silence(timeout)
         silence.begin((*above, self.rank), now)
-        # A rank receives no signs of life from itself: its own silence is the time since its last answer.
+        # A rank receives no heartbeats from itself: its own silence is the time since its last answer.
         while silence.hear(self.rank, None, now) < timeout:
             # Repeatedly, unlike any other message: each is answered, in case an answer is lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
@@ -138,7 +138,7 @@ class Member:
             for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):
                 silence.hear(rank, hello, now)
         else:
-            # Ranks above that say hello repeatedly are waiting as well; the nearest one that does not is to blame.
+            # Ranks above that say hello repeatedly are waiting as well; the nearest one that does not is the cause.
             silent = (rank for rank in above if silence.of(rank) > 3 * pause)
             return self.silent(next(silent, 0), timeout)
         told = yield from value_of(welcome)
@@ -152,7 +152,7 @@ class Member:
         return _welcome(self.rank, self.word)
 
     def answer_late(self) -> Steps:
-        """Answer ranks below that have come for the first time when this rank was in no turn."""
+        """Answer ranks below that came for the first time while this rank was in no turn."""
         late = [rank for rank in tree.below(self.rank, self.size) if rank not in self.known]
         hellos = yield Get(tuple(map(hello_of, late)))
         yield from self.answer(dict(zip(late, hellos, strict=True)))

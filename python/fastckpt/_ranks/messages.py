@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.member import Member
 
-#: What ranks compare. With another plan they would mistake these bytes for those of other tensors.
+#: The version that ranks compare. With another plan they would mistake these bytes for those of other tensors.
 VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
-#: How many calls of ranks that are out of step are distinguished.
+#: The most calls that are distinguished among ranks out of step.
 _MET = 8
 
 
 @dataclass
 class Message:
-    """The message of one rank in a round, for itself or for all ranks below it too."""
+    """The message of one rank in a round, for itself or also for all ranks below it."""
 
     called: Called
     #: The round.
@@ -36,7 +36,7 @@ class Message:
     more: int
     #: The combined value; nothing if there are failures.
     value: Any
-    #: The calls of these ranks, each with those that its ranks have given up; None: too many.
+    #: The calls of these ranks, each with the calls that its ranks have abandoned; None: too many.
     met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:
@@ -87,7 +87,7 @@ def join(
 def ahead(met: list[tuple[Called, list[Called]]] | None) -> list[tuple[Called, bool]] | None:
     """Decide which of the calls of ranks that are out of step wait for the others.
 
-    A call waits if a rank is at one that its own ranks have left behind. If that is true of both, the first one does.
+    A call waits if a rank is at a call that its own ranks have left behind. If both are, the first one waits.
     """
     if met is None:
         return None
@@ -118,10 +118,10 @@ def _met(messages: list[Message]) -> list[tuple[Called, list[Called]]] | None:
 
 
 def _agree(own: Message, other: Message) -> bool:
-    """Whether two ranks are in one round of one call, as far as their names show, and neither has given up the other's.
+    """Whether two ranks are in one round of one call, by their names, and neither has abandoned the other's call.
 
-    Values that differ can be a mistake in one call, which is best reported where they are compared. Ranks that are out
-    of step must hear of it in the first round, from which they continue apart.
+    Different values can be a mistake in one call, which the comparison reports best. Ranks that are out of step must
+    learn of it in the first round, after which they continue separately.
     """
     if own.name != other.name or own.called.kind != other.called.kind or not own.called.leads_to(other.called):
         return False

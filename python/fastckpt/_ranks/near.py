@@ -1,8 +1,8 @@
-"""Ranks of one host read each other's memory: what one has, another writes to its file, and no message carries it.
+"""Ranks of one host read each other's memory: a rank writes bytes of another to its file without a message.
 
-Each rank puts its process, and where a random token of it lies, into the store of the gloo group. A pair does without
-messages if each of the two has read the token of the other: containers that do not see each other's processes, and
-systems that forbid it (``process_vm_readv``), have not, and go on over the network.
+Each rank puts its process, and the address of a random token, into the store of the gloo group. A pair needs no
+messages if each has read the token of the other. Containers that do not see each other's processes, and systems that
+forbid it (``process_vm_readv``), fail this test and use the network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Swap = Callable[[Mapping[int, bytes], Mapping[int, int]], dict[int, bytes]]
 
-#: Up to so many ranks, each asks for the processes of all.
+#: Up to this many ranks, each asks for the processes of all.
 _FEW = 32
 #: Bytes of an address.
 _ADDRESS = 8
@@ -39,13 +39,13 @@ class Neighbours(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What ranks of one host read in each other's memory.
+    """The reads of ranks of one host in each other's memory.
 
     Attributes:
-        readers: the ranks that read that of this one.
+        readers: the ranks that read this rank's memory.
         read: the ranks whose memory this one reads.
         nbytes: the bytes that it reads.
-        why: why bytes of others of its host travel; empty if they do not.
+        why: why bytes of other ranks of its host are sent as messages; empty if none are.
     """
 
     readers: list[int]
@@ -64,7 +64,7 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
         store: the gloo group's; all ranks come here at about the same time.
 
     Raises:
-        RuntimeError: a rank has not come.
+        RuntimeError: a rank has not arrived.
     """
     near = _near(rank, ranks)
     if not near:
@@ -92,12 +92,12 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
 
 
 def share(engine: _core.RankSave, near: Neighbours, swap: Swap) -> Shared:
-    """Have the bytes between this rank and others be read where they lie, wherever they can be.
+    """Arrange that bytes between this rank and others are read from memory where possible.
 
     Args:
-        engine: the save of this rank, of which nothing travels yet.
-        near: what :func:`neighbours` has found.
-        swap: gives ranks bytes, and takes some: :func:`.exchange.swapped`.
+        engine: the save of this rank, before its first message.
+        near: the result of :func:`neighbours`.
+        swap: swaps bytes with ranks: :func:`.exchange.swapped`.
     """
     tables = {mate: (array("Q", own), count) for mate, own, count in engine.addresses(list(near.processes))}
     sent = {mate: own.tobytes() for mate, (own, _) in tables.items() if own}
@@ -121,7 +121,7 @@ def _refusal(process: int, place: int, token: bytes) -> str:
 
 
 def _near(rank: int, ranks: tuple[int, ...]) -> list[int]:
-    """The ranks that may be on this host: all of a few, or those that launchers put there."""
+    """The ranks that may be on this host: all if they are few, or those that launchers place there."""
     local = local_ranks()
     if len(ranks) <= _FEW:
         local = None

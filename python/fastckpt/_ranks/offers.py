@@ -35,11 +35,11 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, main: bytes, cuts: bytes) -> Told:
-        """With the digests."""
+        """Make the record, with the digests."""
         return cls(rank, main, cuts, (digest(main), digest(cuts)))
 
     def offer(self, what: str, extras: Sequence[Any] = (), blobs: dict[str, bytes] | None = None) -> bytes:
-        """The second message up, after this verdict, with the state of this rank alone."""
+        """The second message to the coordinator, after this verdict, with the ``per_rank`` state."""
         classes: dict[str, list[int]] = {}
         sent = dict(blobs or {})
         main, cuts = self.digests
@@ -52,7 +52,7 @@ class Told(NamedTuple):
 
 
 def compressed(data: bytes) -> bytes:
-    """``data`` in fewer bytes."""
+    """``data``, compressed."""
     return zlib.compress(data, _LEVEL)
 
 
@@ -62,7 +62,7 @@ def expanded(data: bytes) -> bytes:
 
 
 def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
-    """Several arrivals combined: a digest is None if they differ."""
+    """Combine arrivals: a digest is None if they differ."""
     main, cuts, extra = arrivals[0]
     for other_main, other_cuts, other_extra in arrivals[1:]:
         main = main if main == other_main else None
@@ -72,7 +72,7 @@ def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
 
 
 def combine_offers(offers: Sequence[bytes]) -> bytes:
-    """Several offers combined: each table is there once."""
+    """Combine offers: each table is contained once."""
     if len(offers) == 1:
         return offers[0]
     classes: dict[str, list[int]] = {}
@@ -93,7 +93,7 @@ def _offer(classes: dict[str, list[int]], extras: Sequence[Any], blobs: dict[str
 
 
 def offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, bytes]]:
-    """The ranks of each class of equal tables, the states of ranks alone, and the contents of digests."""
+    """The ranks of each class of equal tables, the ``per_rank`` states, and the contents by digest."""
     head, *blobs = unpacked(offer)
     classes, extras, names = json.loads(head)
     ranks = {name: ranks_of(runs) for name, runs in classes.items()}
@@ -119,7 +119,7 @@ def ranks_of(runs: Sequence[Sequence[int]]) -> list[int]:
 def classes_of(
     classes: dict[str, list[int]], blobs: dict[str, bytes]
 ) -> dict[str, list[tuple[list[Spread], list[int]]]]:
-    """By the digest of a main part, in the order of the ranks: the spreads of the ranks that have it."""
+    """The spreads of the ranks with a main part, by its digest, in the order of the ranks."""
     out: dict[str, list[tuple[list[Spread], list[int]]]] = {}
     for name, ranks in sorted(classes.items(), key=lambda one: min(one[1])):
         main, cuts = name.split()
@@ -138,11 +138,11 @@ class Parts:
     def __init__(self, spreads: Sequence[Spread], rank: int) -> None:
         self.spreads = spreads
         self.inside = [rank in spread.ranks for spread in spreads]
-        #: Spreads by identity, which their callers keep: a hash goes over all ranks, for each tensor.
+        #: Spreads by identity, which their callers keep alive: a hash would cover all ranks, for each tensor.
         self._known: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:
-        """The number of the part that the rank has as ``wanted``, or whole; the next one after ``before`` such."""
+        """The number of the rank's part that is like ``wanted``, or whole; the next one after ``before`` of these."""
         if wanted is not None and wanted.boxes is not None:  # the last spread has all boxes, in the order of memory
             return sum(self.inside[number] and self.spreads[number].boxes is None for number in numbers) + before
         if wanted is not None and wanted.is_whole:

@@ -25,11 +25,11 @@ from fastckpt._ranks.requests import Forget, Put, Remove, Request, Steps, Unreac
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
-#: Seconds that the store may take after the user has interrupted the program.
+#: The most seconds for the store after the user has interrupted the program.
 _HURRY = 5.0
-#: Seconds between two checks for ranks that are late to their first call.
+#: Seconds between two checks for ranks that are late for their first call.
 _LATE = 0.5
-#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two checks whether they left.
+#: Seconds for which rank 0 waits at its end for other ranks, and between two checks whether they have left.
 _PARTING, _LOOK = 2.0, 0.01
 #: Seconds between two calls of a ``watch``, at most.
 _WATCH = 0.25
@@ -38,7 +38,7 @@ __all__ = ["LAST", "Operation", "Peers"]
 
 
 class Peers:
-    """The ranks of one process group. It is kept as long as the group: its counters advance with those of the others.
+    """The ranks of one process group. It lives as long as the group: its counters advance with those of the others.
 
     Args:
         rank: the index of this process in the group.
@@ -57,30 +57,30 @@ class Peers:
         self._member = Member(rank, size, host, secrets.token_hex(8), serves)
         self._transport = Transport(store) if size > 1 else None
         #: The operations that have taken a turn and have not ended: the first has its turn now. The list changes in
-        #: atomic steps, and has no lock: a signal handler may wait for threads that would need it to leave.
+        #: atomic steps, without a lock: a signal handler may wait for threads that would need the lock to leave.
         self._queue: list[Operation] = []
         #: Ends the thread that answers late ranks.
         self._busy: threading.Event | None = None
-        #: Whether the monitor knows the group; None if it need not.
+        #: Whether the monitor shows the group; None if it need not.
         self._shown: bool | None = False if shown else None
 
     @property
     def session(self) -> str:
-        """A word that all ranks of this group have, and no other group in this store; known after the first round."""
+        """A word that only ranks of this group have, among all in this store; known after the first round."""
         return self._member.session
 
     @property
     def has_met(self) -> bool:
-        """Whether the others hear of it if this rank leaves an operation without waiting for them."""
+        """Whether the others learn of it if this rank leaves an operation without waiting for them."""
         return self._member.has_met
 
     @property
     def answered(self) -> str:
-        """The number of the last operation that has succeeded on all, as this rank knows: equal on those that do."""
+        """The number of the last operation that this rank knows to have succeeded on all ranks."""
         return self._member.answered_turn
 
     def host_of(self, rank: int) -> str:
-        """Return the name of a rank's host; empty where this rank has not heard of it."""
+        """Return the name of a rank's host; empty if this rank does not know it."""
         return self._member.hosts.get(rank, "")
 
     def operation(
@@ -95,7 +95,7 @@ class Peers:
             kind: ``save`` or ``load``.
             path: the path of the operation, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
-            label: the name of this operation, if ranks cannot count: one that is never used again.
+            label: the name of this operation, if ranks cannot count: it must be unique.
             place: where the path leads, if its directory may have another name on other ranks.
         """
         return Operation(self, kind, path, timeout, label, place)
@@ -103,9 +103,9 @@ class Peers:
     # One thread of each rank may wait until a rank wakes all of them for the next operation.
 
     def is_woken(self, seconds: float, limit: float) -> bool:
-        """Whether a rank has called ``wake_all``, after at most so many seconds; the wait asks a server nothing.
+        """Whether a rank has called ``wake_all``, after at most this many seconds; the wait sends a server no requests.
 
-        ``limit``, here and below, has the seconds that the store may take.
+        ``limit``, here and below, is the most seconds for the store.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -128,7 +128,7 @@ class Peers:
             self._run(_served(Put({self._waking(rank): b"" for rank in ranks})), limit)
 
     def sleep(self, limit: float) -> None:
-        """End a wait of ``is_woken``; forget that it was woken for the last operation, for which nobody wakes it again.
+        """End a wait of ``is_woken``; forget that it was woken for the last operation, which no rank does again.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -143,7 +143,7 @@ class Peers:
     def close(self) -> None:
         """End the threads of the store.
 
-        The store may go with the process of rank 0, which lets the others read the last verdict before.
+        The store may end with the process of rank 0, which first lets the others read the last verdict.
         """
         if self._transport is None or self._process != os.getpid():
             return
@@ -194,7 +194,7 @@ class Peers:
                 return there
 
     def _show(self, whom: int) -> int:
-        """Show the monitor the group, once it has a name, and the rank that this one waits for."""
+        """Show the group in the monitor, once it has a name, and the rank that this one waits for."""
         if self.session and not self._shown:
             self._shown = True
             number = int.from_bytes(hashlib.blake2b(self.session.encode(), digest_size=8).digest(), "little")
@@ -203,7 +203,7 @@ class Peers:
         return whom
 
     def _answer_late(self) -> None:
-        """Answer ranks that come to their first call while this rank is in none: they have missed a verdict."""
+        """Answer ranks that arrive at their first call while this rank is in none: they have missed a verdict."""
         member = self._member
         if self._transport is None or self.session == "" or member.has_met or self._process != os.getpid():
             return
@@ -242,8 +242,8 @@ def _served(request: Request) -> Steps:
 class Operation:
     """One operation of all ranks, as a context manager around this rank's part.
 
-    An exception in the body goes to all ranks with the next round, then it is raised; the others get a ``RanksError``.
-    The round ``done`` is the last: a body that has had its answer cannot fail for others.
+    An exception in the body is sent to all ranks with the next round, then raised; the others get a ``RanksError``. The
+    round ``done`` is the last: after its answer, an error in the body does not fail the others.
     """
 
     def __init__(
@@ -264,11 +264,11 @@ class Operation:
             self._peers._queue.append(self)
 
     def hand_over(self) -> None:
-        """The call that has taken the turn returns; from now on its thread may wait for the turn's end."""
+        """Record that the call that took the turn returns; from now on its thread may wait for the turn's end."""
         self._caller = None
 
     def waits_for_caller(self) -> bool:
-        """Whether it cannot end before the calling thread goes on, which is in an earlier turn or begins one."""
+        """Whether it cannot end before the calling thread continues, which is in an earlier turn or begins one."""
         thread = threading.get_ident()
         return any((one._thread or one._caller) == thread for one in self._peers._before(self._turn))
 
@@ -277,7 +277,7 @@ class Operation:
             self._enter()
             return self  # noqa: TRY300 - an interrupt here must be caught, too
         except BaseException as error:
-            # An earlier turn may take long, and the callers that wait for this one must not: it ends here and now.
+            # An earlier turn may take long, but the callers that wait for this one must not: it ends now.
             try:
                 self.take()
                 with contextlib.suppress(RanksError):
@@ -314,7 +314,7 @@ class Operation:
             self._end(error)
         except BaseException as interrupted:
             if not isinstance(interrupted, Exception):
-                # It came during the wait for the other ranks, which must not wait for this one.
+                # It came during the wait for the other ranks, which must not wait for this rank.
                 self._end(interrupted)
             raise
         finally:
@@ -335,11 +335,11 @@ class Operation:
         Args:
             name: the round, the same on all ranks; ``done`` is the last.
             value: the message of this rank: None, numbers, text, bytes, lists and dicts of them.
-            combine: combines several values, of ranks or combined ones; they come in the order of ranks as far as a
-                tree has one, this rank's first. Without it, the answer is computed from the list of all.
-            decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
-                all. It calls ``alive`` where it takes long. Without it, the answer is the value.
-            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others hear that.
+            combine: combines several values, of ranks or combined ones, in the order of the tree, this rank's first.
+                Without it, the answer is computed from the list of all.
+            decide: makes the answer from the value of all ranks, only on rank 0; its exception fails the operation for
+                all. It calls ``alive`` if it takes long. Without it, the answer is the value.
+            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others learn that.
             watch: called while this rank waits for others; its errors end the round here.
 
         Raises:
@@ -357,12 +357,12 @@ class Operation:
         return self._turn.is_repeated
 
     def alive(self) -> None:
-        """Say that this rank makes progress. Cheap: most calls do nothing."""
+        """Signal that this rank makes progress. Cheap: most calls do nothing."""
         if self._peers.size > 1 and not self._turn.over:
             self._run(self._turn.alive())
 
     def check(self) -> None:
-        """Raise if another rank has failed or is silent, so that a long body ends. Cheap: at most one look a second.
+        """Raise if another rank has failed or is silent, so that a long body ends. Cheap: at most one check per second.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
@@ -393,7 +393,7 @@ class Operation:
         if isinstance(error, StopError):
             raise verdict from None
         if getattr(error, "of_others", False):
-            # This rank has not failed; it has seen the failure of another one, which the verdict names.
+            # This rank has not failed; it has seen the failure of another rank, which the verdict names.
             raise verdict from error
         if error is not None and self._peers.size > 1 and sys.version_info >= (3, 11):
             error.add_note(str(verdict))

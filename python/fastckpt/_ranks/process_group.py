@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _REPEATED = (
     "nothing distinguishes this save from an earlier one to the same path, so a rank that misses a call cannot be "
-    "noticed, and its part may be of another step: pass metadata={'step': step}, or give each save a path of its own"
+    "noticed, and its part may be of another step: pass metadata={'step': step}, or give each save its own path"
 )
 #: The most warnings of all ranks in one report.
 _WARNINGS = 16
@@ -139,11 +139,11 @@ class ProcessGroup:
         )
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
-        """The tensors, and the spreads that their numbers refer to, as the core takes them."""
+        """The tensors, and the spreads to which their numbers refer, in the core's form."""
         return job.tensors, [core_spread(each) for each in job.spreads]
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """The values of a rank that have to be equal besides the state: its options, and its step.
+        """The values of a rank, besides the state, that must be equal on all: its options, and its step.
 
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
@@ -469,7 +469,7 @@ def _sum(one: int, other: int) -> int:
 
 
 def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The outcomes of a rank and of those below it as one."""
+    """Combine the outcomes of a rank and of those below it."""
     lost = first_lost(outcomes)
     if lost:
         return lost

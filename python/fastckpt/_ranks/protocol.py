@@ -8,37 +8,37 @@ however it ends) or named by a label that its caller gives. It has **rounds**. I
 for the rank above it, which waits for those of the ranks below it, combines them with its own, and posts the result;
 rank 0, the coordinator, makes the answer.
 
-**The verdict** of a round is stored in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to
-a failure, by compare-and-set alone; a rank that finds a failure in it, or puts it there, has the same verdict as all
-others. So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped
-while it was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The
-bell is a key that appears after the verdict, to wake waiting ranks; it may also ring for nothing.
+**The verdict** of a round is stored in one key, its register. It goes from empty to ``DECIDING`` to the answer, or to a
+failure, only by compare-and-set; a rank that finds a failure in it, or puts it there, has the same verdict as all
+others. So a coordinator that was stopped, and wakes up after the others have failed, cannot decide; a coordinator that
+stopped while it decided the last round leaves an unknown outcome, which is a verdict, too. A failure ends the turn. The
+bell is a key that appears after the verdict, to wake waiting ranks; it may also appear without one.
 
-**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it brings its
+**Out of step.** A rank that missed a call, or alone abandoned one, is in an earlier turn than the others: it brings its
 call to a turn that has failed without it, or to which others have brought another call. A verdict lists the calls that
 it applies to (``called.py``). A rank whose call is not among them brings it to the next turn, and so on until it meets
-the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
-Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
-the next turn. So ranks meet again. A rank takes one old verdict of calls like its own other than saves, because it may
-be late, and skips further ones. Of saves that nothing distinguishes it takes each: it stays behind, and what it brings
-never meets a save of the others that came later. Only if it comes while the others still wait in the save that it has
+the others. A rank whose call is among them accepts the verdict: it may be late, and must not meet a later call of the
+others. Calls that meet in one turn all fail, except those of ranks that have already abandoned the others' call: these
+wait in the next turn. So ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
+its own, because it may be late, and skips further ones. For indistinguishable saves it accepts each: it stays behind,
+and its save never meets a later save of the others. If it comes while the others still wait in the save that it has
 missed, no rank can notice; so the first save that nothing distinguishes from an earlier one warns.
 
-**Silence**, not duration, ends a wait. A rank that works beats; so does one that waits for those below it. A rank
-listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it works
-itself: it may be waiting for bytes of theirs. So every rank that has not posted has a rank that listens to it. The
-beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
-listen is not counted against others (``silence.py``).
+**Silence**, not duration, ends a wait. A working rank sends heartbeats (it "beats"); so does a rank that waits for
+those below it. A rank listens to those below until it has their messages, and to the coordinator until it has the
+verdict, even while it works itself: it may be waiting for their bytes. So every rank that has not posted has a
+listener. The beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a
+rank could not listen is not counted against others (``silence.py``).
 
 **A failure** is announced to all at once in one key, ``abort``, so that working ranks can stop; then it goes up like
-any message. A rank that knows of one waits a short while for the missing messages, to list all failures. Only ranks
-that have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the
+any message. A rank that knows of a failure waits briefly for the missing messages, to list all failures. It waits
+longer only for ranks that have never sent a message: they need an answer to their hello, or they could not learn the
 verdict.
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
-all have read it; the keys of the last round are removed by the last rank to leave. A rank that leaves without a verdict
-(its store did not answer) reports that when it next comes: until then it is silent. The rank in whose process the store
-may be waits, when all has succeeded, until the others have read that.
+all have read it; the last rank to leave removes the keys of the last round. A rank that leaves without a verdict (its
+store did not answer) reports that at its next call: until then it is silent. After a success, the rank whose process
+may have the store waits until the others have read the verdict.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ from fastckpt.exceptions import RankFailure, RanksError
 
 #: The last round: its answer is the outcome of the operation.
 LAST = "done"
-#: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
+#: Bytes of one value in the store. torch's TCPStore accepts 8 MiB.
 VALUE = 4 << 20
-#: Most seconds between two checks for silent ranks: an error comes at most two of them after the timeout.
+#: The most seconds between two checks for silent ranks: an error comes at most two checks after the timeout.
 _LOOK = 2.5
 #: Seconds that a rank waits for the others once it knows that the turn has failed.
 GRACE = 5.0
@@ -81,7 +81,7 @@ GRACE = 5.0
 INLINE = 16 << 10
 DECIDING = b"deciding"
 _BEHIND = (
-    "This rank came to the save after the others had given it up: it was late, or it has missed a save. In the second "
+    "This rank reached the save after the others had abandoned it: it was late, or it missed a save. In the second "
     "case further saves to this path fail, too, unless something distinguishes them: pass metadata={'step': step} to "
     "each save, and restart the job"
 )
@@ -93,16 +93,16 @@ class StopError(RanksError):
 
 @dataclass
 class _Listening:
-    """A rank waits for the messages of those below it."""
+    """The wait of a rank for the messages of those below it."""
 
     now: float
     waiting: set[int]
     silence: Silence
-    #: When it last listened: while it listens to one rank after the other, the remaining ones are silent.
+    #: When it last listened: while it listens to one rank after another, the remaining ones seem silent.
     listened: float
     #: When the failure of the turn became known.
     failed: float | None = None
-    #: There is a verdict already.
+    #: Whether there is a verdict already.
     decided: bool = False
     found: dict[int, Message] = field(default_factory=dict)
 
@@ -121,15 +121,15 @@ class Turn:
     Args:
         member: the rank.
         kind: the kind of operation, such as ``save``.
-        path: to what.
-        timeout: seconds of silence after which a rank is taken to be gone.
-        label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
+        path: its path.
+        timeout: seconds of silence after which a rank is considered gone.
+        label: names the turn instead of its number, for callers that cannot count: the same on all ranks, and unique.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
         before: returns the turns of this rank that must end before a turn begins, in their order.
 
     Attributes:
-        marks: values that distinguish this call from others of its kind to the same path, see :class:`Called`; to be
-            filled before the first round.
+        marks: values that distinguish this call from others of its kind to the same path, see :class:`Called`; set
+            before the first round.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Turn:
         self.marks: dict[str, str] = {}
         self._label, self._place, self._before = label, place, before
         self.name = ""
-        #: How long a rank waits before it checks which ranks are silent, and before it checks whether the turn has
-        #: failed. Large groups check less often: one store serves them all.
+        #: Seconds until a rank checks which ranks are silent, and until it checks whether the turn has failed. Large
+        #: groups check less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
-        #: How long it works before it checks which ranks are silent.
+        #: Seconds of work until it checks which ranks are silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
         #: The ranks that this rank listens to while it works.
@@ -158,24 +158,24 @@ class Turn:
         self._begin()
 
     def _begin(self) -> None:
-        """Be at the beginning of a turn: the first, or the next where that was of another call."""
+        """Start a turn: the first, or the next one if the turn belonged to another call."""
         self._number: int | None = None
         #: Rounds that it has begun.
         self.rounds = 0
-        #: It is in a round, not between two.
+        #: Whether it is in a round, not between two.
         self.inside = False
-        #: It has the verdict of its last round, or has left without one.
+        #: Whether it has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
         #: Messages that arrived since the last round.
         self._silence = Silence(self.timeout)
-        #: A rank has failed, and all can know.
+        #: Whether a rank has failed and this was announced.
         self._aborted = False
-        #: This rank has reported success, and does not know the outcome.
+        #: Whether this rank has reported success and does not know the outcome.
         self._unknown = False
-        #: The coordinator has completed the operation.
+        #: Whether the coordinator has completed the operation.
         self._committed = False
-        #: The others have failed without this rank, which heard of an earlier call like this.
+        #: Whether the others failed without this rank, which accepted an old verdict of a call like this.
         self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
@@ -192,7 +192,7 @@ class Turn:
     def is_repeated(self) -> bool:
         """Whether nothing distinguishes this call from an earlier save of these ranks.
 
-        A step does, also where the run has gone back and saves it again.
+        A step does, even if the run has gone back and saves it again.
         """
         return self._label is None and STEP not in self.marks and self.called.is_like(self.member.saved)
 
@@ -200,7 +200,7 @@ class Turn:
 
     @property
     def number(self) -> str:
-        """The name of the turn in the store: taken when it is first needed, by earlier turns of this rank before."""
+        """The name of the turn in the store: taken when it is first needed, in the order of this rank's turns."""
         if self._label is not None:
             return self._label
         if self._number is None:
@@ -209,8 +209,8 @@ class Turn:
         return str(self._number)
 
     def take_number(self) -> None:
-        """Be the next turn, unless it has a number or a label."""
-        # Several threads may come here, and signal handlers, but none between lines without a call.
+        """Become the next turn, unless it has a number or a label."""
+        # Several threads and signal handlers may run this, but none between lines without a call.
         if self._number is None and self._label is None:
             self._number = self.member.turn
             self.member.turn += 1
@@ -237,7 +237,7 @@ class Turn:
     # The work of a rank between its messages.
 
     def alive(self) -> Steps:
-        """Say that this rank makes progress; to the store, at most forty times in ``timeout``."""
+        """Signal that this rank makes progress; to the store, at most forty times per ``timeout``."""
         if not self._working():
             return
         now = yield Now()
@@ -255,7 +255,7 @@ class Turn:
         return not self.over and self.member.size > 1 and bool(self.member.session)
 
     def look(self) -> Steps:
-        """Raise ``StopError`` if a rank has failed in this turn, or one that this rank listens to is silent."""
+        """Raise ``StopError`` if a rank has failed in this turn, or a rank that this one listens to is silent."""
         if not self._working():
             return
         watched = self._watched if self.rounds and not self.inside else ()
@@ -272,7 +272,7 @@ class Turn:
         raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
 
     def _silent_of(self, beats: dict[int, bytes | None]) -> Steps:
-        """Remember beats, and return a rank that has neither beaten for ``timeout`` nor posted, or None."""
+        """Record beats, and return a rank that has neither beaten for ``timeout`` nor posted, or None."""
         now = yield Now()
         for rank, beat in beats.items():
             if self._silence.hear(rank, beat, now) >= self.timeout:
@@ -371,7 +371,7 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
-        """Take part in a round of one rank. No other rank has to hear of it: an exception propagates unchanged."""
+        """Take part in a round of one rank. No other rank must learn of it: an exception propagates unchanged."""
         self.rounds += 1
         if failure:
             raise self.error([failure])
@@ -400,7 +400,7 @@ class Turn:
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
-            # A rank that has been found silent is not waited for again.
+            # Do not wait again for a rank that was found silent.
             state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
@@ -424,11 +424,11 @@ class Turn:
         return {rank: state.found[rank] for rank in sorted(state.found)}
 
     def _expected(self, rank: int) -> str:
-        """Return the key that shows that a rank below has come, or has got as far as this rank."""
+        """Return the key that shows that a rank below has come, or has reached the round of this rank."""
         return self._up(rank) if rank in self.member.answered else hello_of(rank)
 
     def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
-        """Take the messages that have come, and return whether there were any."""
+        """Receive the messages that have come, and return whether there were any."""
         member = self.member
         values = yield Get(tuple(keys.values()))
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
@@ -448,7 +448,7 @@ class Turn:
         return bool(came)
 
     def _listen(self, state: _Listening, own: Message) -> Steps:
-        """Listen to the ranks below whose messages are missing; see whether the turn has failed, or has a verdict."""
+        """Listen to the ranks below whose messages are missing; check whether the turn has failed, or has a verdict."""
         member = self.member
         state.listened = state.now
         waiting = sorted(state.waiting)
@@ -470,7 +470,7 @@ class Turn:
                 yield from self._tell(silent)
 
     def _has_waited(self, state: _Listening) -> bool:
-        """Whether a rank that knows of a failure has waited long enough for the messages that are missing."""
+        """Whether a rank that knows of a failure has waited long enough for the missing messages."""
         if any(rank not in self.member.answered for rank in state.waiting):
             return False
         return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
@@ -507,14 +507,14 @@ class Turn:
         return (yield from self._conclude(DECIDING, final))
 
     def _conclude(self, expected: bytes, verdict: bytes, number: int | None = None) -> Steps:
-        """Put a verdict into a register if that is as expected, ring the bell, and return the verdict that it has."""
+        """Put a verdict into a register if that is as expected, ring the bell, and return the register's verdict."""
         held = yield Swap(self._register(number), expected, verdict)
         if _is_final(held):
             yield Put({self._bell(number): b""})
         return held
 
     def _await(self) -> Steps:
-        """Return the verdict when the coordinator has made it, or give up when that is silent."""
+        """Return the verdict when the coordinator has made it, or fail when the coordinator is silent."""
         silence = Silence(self.timeout)
         silence.begin((0,), (yield Now()))
         pause = self.long_slice
@@ -543,7 +543,7 @@ class Turn:
         return verdict
 
     def _failed(self, failure: RankFailure, outcome: str = words.NOTHING) -> bytes:
-        """Return the verdict of a rank that knows of no other call than its own."""
+        """Return the verdict of a rank that knows only its own call."""
         return words.failed([failure], 0, outcome, [(self.called, False)])
 
     def _is_of_others(self, verdict: bytes) -> bool:
@@ -554,12 +554,12 @@ class Turn:
         return calls is not None and all(waits for one, waits in calls if not self.called.is_other(Called(*one)))
 
     def _pass(self) -> Steps:
-        """Go on to the next turn with the same call."""
+        """Continue with the same call in the next turn."""
         yield from self._depart(failed=True)
         self._begin()
 
     def _take(self, verdict: bytes) -> Steps:
-        """Return the answer that a verdict is, or raise the failure."""
+        """Return the answer in a verdict, or raise its failure."""
         self._answers[self.rounds] = []
         if verdict[:1] == b"!":
             yield from self.leave(failed=True)
@@ -618,10 +618,10 @@ class Turn:
             if not failed and self.name == LAST and member.serves == member.rank:
                 yield from self._see_off()
         except UnreachableError:
-            return  # the verdict is known; keys that stay do no harm
+            return  # the verdict is known; remaining keys do no harm
 
     def _see_off(self) -> Steps:
-        """Wait until the others have read the last answer, or are late with that: this process may have the store."""
+        """Wait until the others have read the last answer, or time is up: this process may have the store."""
         gone, began = self._key("gone"), (yield Now())
         while not (yield Wait((gone,), self.slice, tree.below(0, self.member.size)[0])):
             if (yield Now()) - began >= self._grace:
@@ -630,7 +630,7 @@ class Turn:
         yield Remove((gone,))
 
     def end(self, error: BaseException | None) -> Steps:
-        """End the body of the operation, which may have raised; return the verdict where that is a failure."""
+        """End the body of the operation, which may have raised; return the verdict if it is a failure."""
         if self.over:
             return None
         if error is None:
@@ -676,23 +676,23 @@ class Turn:
         return False
 
     def _is_over(self, held: bytes) -> bool:
-        """Whether the turn that this rank has just come to leave has failed without it, for another call."""
+        """Whether the turn that this rank is about to leave has failed without it, for another call."""
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
-        # A rank that leaves for good, whatever call the others are in, tells those that are in a later one.
+        # A rank that leaves for good, whatever call the others are in, tells the ranks that are in a later call.
         calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 
     def owe(self, why: str) -> None:
-        """Leave without a verdict or a message: the others hear of it when this rank next comes."""
+        """Leave without a verdict or a message: the others learn of it at the next call of this rank."""
         if not self.over and self.member.size > 1:
-            _ = self.number  # before a later turn takes it
+            _ = self.number  # before a later turn uses it
             self.member.leave_behind(self.called)
             self.member.owed.append((self, self.member.failure(why)))
         self.over = True
 
     def _settle(self) -> Steps:
-        """Tell of the turns that this rank left without a word."""
+        """Report the turns that this rank left without a message."""
         while owed := self.member.owed:
             turn, failure = owed[0]
             yield from turn.abandon(failure)

@@ -1,4 +1,4 @@
-"""Who saves and loads together: ``ranks=``, one record of options for every call of several ranks."""
+"""The ranks that save and load together: ``ranks=``, one record of options for every call of several ranks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ OnDifference = Literal["raise", "warn"]
 @record_of("ranks", "fastckpt.distributed.Ranks")
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that save or load together: the ``ranks=`` of every call that all of them make.
+    """The ranks that save or load together: the ``ranks=`` of every common call.
 
-    A process group is short for a record: ``ranks=group`` is ``ranks=Ranks(group)``. Give the same on all ranks.
+    A process group is short for a ``Ranks``: ``ranks=group`` is ``ranks=Ranks(group)``. Give the same on all ranks.
 
     Args:
-        process_group: a process group of ``torch.distributed``, or None for the default one; where none was
-            initialised, this process alone. It must have all ranks of the DTensors' meshes.
-        timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
-            when the first one came.
-        replicas: of saves: how the copies of several ranks are compared before anything is written, DTensors and plain
-            tensors alike: ``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and
-            parts of up to 64 KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank
-            that has it, and compares none. Tensors with one name on separate groups of ranks are always compared whole.
-            docs/distributed.md says what each costs, and what it promises.
-        on_difference: of saves: how to react to a difference: ``raise``, or ``warn``, which saves the tensors that
-            differ as the lowest rank has them, whole, and names them in ``warnings`` of the report.
+        process_group: a process group of ``torch.distributed``, or None for the default one; without an initialised
+            group, only this process. It must have all ranks of the DTensors' meshes.
+        timeout: seconds without progress of a rank after which all fail. For a late rank they count from the arrival of
+            the first rank.
+        replicas: for saves: how copies on several ranks are compared before anything is written, DTensors and plain
+            tensors alike: ``sample`` compares start, middle, end, and a random place in every 4 MiB of each part, and
+            all of parts up to 64 KiB; ``full`` compares all bytes; ``first`` saves every part from the lowest rank that
+            has it, and compares nothing. Tensors with one name on separate groups of ranks are always compared whole.
+            docs/distributed.md lists the cost and the guarantee of each.
+        on_difference: for saves: how to react to a difference: ``raise``, or ``warn``, which saves the different
+            tensors whole from the lowest rank that has them, and names them in ``warnings`` of the report.
 
     Raises:
         TypeError: ``timeout`` is not a number.
@@ -69,12 +69,12 @@ class Ranks:
 
 
 def alike(ranks: Ranks) -> dict[str, Any]:
-    """The options that all ranks have to give alike, by name as errors have it."""
+    """The options that must be equal on all ranks, by their names in errors."""
     return {"replicas=": ranks.replicas, "on_difference=": ranks.on_difference}
 
 
 def check_ranks(operation: str, ranks: Any) -> Ranks:
-    """``ranks=``: a record, or a process group, which the session checks further."""
+    """``ranks=``: a ``Ranks``, or a process group, which the session checks further."""
     if isinstance(ranks, str):
         raise TypeError(
             f"{operation}: ranks must be a process group of torch.distributed, a Ranks or None, not {ranks!r}"

@@ -1,8 +1,8 @@
 """Copies of the same tensors on several ranks are compared before a byte is written.
 
-Each rank sums its parts (``_core.Replicas``), and one number for all ranks that hold the same parts travels
-with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find out which
-tensors those are, and how much of them differs.
+Each rank sums its parts (``_core.Replicas``), and one number for all ranks with the same parts is sent with the round
+in which the ranks meet at the workspace. Only if two numbers differ, two more rounds determine the different tensors,
+and how much of them differs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .ranks import Ranks
     from .session import Session
 
-#: Beyond these numbers, tensors are counted, not listed, and the bytes of ranks that differ are not examined.
+#: Beyond these numbers, tensors are counted, not listed, and the bytes of different ranks are not examined.
 _LISTED, _SIDES = 10, 4
-#: Bytes of a tensor that ranks send each other, to find out how much of it differs.
+#: Bytes of a tensor that ranks send each other to measure the difference.
 _SHOWN = 16 << 10
 #: Bytes between two updates of the monitor.
 _TOLD = 64
@@ -33,14 +33,14 @@ _REMEDIES = (
     "the lowest rank"
 )
 _NAMES = (
-    "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
+    "tensors of different experts or pipeline stages need separate names (for optimizers, torch's "
     "get_optimizer_state_dict gives them), or pass values that belong to one rank as per_rank= of "
     "fastckpt.distributed.save"
 )
 
 
 class Comparison:
-    """The parts that this rank holds and others hold, too.
+    """The comparison of the parts that this rank and others hold.
 
     Args:
         engine: the save of this rank, which holds the memory.
@@ -66,11 +66,11 @@ class Comparison:
         self.replicas = engine.replicas(ranks.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
-        """The message up: a number for ranks that hold the same, how many they are, and the sums that they found."""
+        """The message to the coordinator: a number for the ranks with the same parts, their count, and their sums."""
         return [[number, size, [[total, 1]]] for number, size, total in self.replicas.digests()]
 
     def differing(self, session: Session, operation: Operation, path: str, numbers: list[int]) -> tuple[list[int], str]:
-        """The tensors that differ, and a sentence about them. All ranks call it, where some differ.
+        """The different tensors, and a sentence about them. All ranks call it if some tensors differ.
 
         Raises:
             ValueError: this rank leads, and a difference is an error.
@@ -122,7 +122,7 @@ class Comparison:
 
 
 def _in_short(names: list[str]) -> str:
-    """The monitor's text about tensors that differ: the end of the first name, and how many more."""
+    """The monitor's text about different tensors: the end of the first name, and the number of others."""
     said = "ranks differ in "
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     name, room = names[0].encode(), _TOLD - len((said + more).encode())
@@ -132,7 +132,7 @@ def _in_short(names: list[str]) -> str:
 
 
 def combine_holders(offers: Sequence[list[Any]]) -> list[Any]:
-    """Several offers combined; ranks that have all been heard, and agree, are left out."""
+    """Combine offers; complete sets of agreeing ranks are left out."""
     holders: dict[int, tuple[int, dict[int, int]]] = {}
     for offer in offers:
         for number, size, sums in offer:
@@ -147,12 +147,12 @@ def combine_holders(offers: Sequence[list[Any]]) -> list[Any]:
 
 
 def holders_that_differ(offer: list[Any]) -> list[int]:
-    """The numbers of ranks that hold the same and do not agree, from the offers of all ranks."""
+    """The numbers of sets of ranks with the same parts that do not agree, from the offers of all ranks."""
     return [number for number, _, sums in offer if len(sums) > 1]
 
 
 def not_compared(share: _core.Share) -> list[str]:
-    """The warning in the report of a save that takes everything from the lowest ranks."""
+    """The warning in the report of a save that saves everything from the lowest ranks."""
     count = share.replicated()
     if not count:
         return []
@@ -177,7 +177,7 @@ def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _that_differ(found: dict[str, Any]) -> list[list[Any]]:
-    """The cells that differ, in order, each with the ranks that agree, those with the lowest rank first."""
+    """The different cells, in order, each with its groups of agreeing ranks, the group of the lowest rank first."""
     differing = [(key, sorted(map(ranks_of, sums.values()))) for key, sums in found.items() if len(sums) > 1]
     return [[key, sides] for key, sides in sorted(differing, key=lambda one: _cell(one[0]))]
 
@@ -205,7 +205,7 @@ def _held_by(session: Session, ranks: Sequence[int]) -> str:
 
 
 def _measured(views: list[bytes], size: int) -> str:
-    """How many of the elements that ranks have shown each other differ."""
+    """The number of differing elements among those that ranks have sent each other."""
     if not views:
         return ""
     count = len(views[0]) // size

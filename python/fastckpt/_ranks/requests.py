@@ -1,4 +1,4 @@
-"""Requests of the protocol to its surroundings: a store, a clock, and functions that may take long."""
+"""Requests of the protocol to its environment: a store, a clock, and functions that may take long."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """Return the values of keys, None where there is none, without waiting."""
+    """Return the values of keys, None for missing ones, without waiting."""
 
     keys: tuple[str, ...]
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` sets one of them."""
+    """Wait until all keys exist, at most this many seconds; return whether they do. ``whom`` sets one of them."""
 
     keys: tuple[str, ...]
     seconds: float
@@ -27,7 +27,7 @@ class Wait(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """End the last wait: its keys will not come. Those that did not may be set and removed for that."""
+    """End the last wait, whose keys will not come. To do so, missing keys may be set and removed."""
 
 
 class Add(NamedTuple):
@@ -38,7 +38,7 @@ class Add(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return its value afterwards."""
+    """Set a key to ``value`` if it is ``expected`` (empty: missing), and return its value afterwards."""
 
     key: str
     expected: bytes

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastckpt import _core
 
-#: How many places of a checkpoint are examined, and how many of them may be missing.
+#: The number of places of a checkpoint to examine, and how many of them may be missing.
 _PLACES, _MISSING = 64, 3
 _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 
 
 def is_resident(path: str, reader: _core.Reader) -> bool:
-    """Whether the files are in the page cache, as far as a few looks show; False if the system does not report it."""
+    """Whether the files are in the page cache, judged by samples; False if the system does not report it."""
     shards = reader.shards()
     total = sum(shard.nbytes for shard in shards)
     if _NOWAIT is None or not total:
@@ -30,7 +30,7 @@ def is_resident(path: str, reader: _core.Reader) -> bool:
         try:
             for offset in range(min(step // 2, shard.nbytes - 1), shard.nbytes, step):
                 try:
-                    # A missing page is not waited for.
+                    # This does not wait for a missing page.
                     os.preadv(file, [bytearray(1)], offset, _NOWAIT)
                 except BlockingIOError:
                     missing += 1

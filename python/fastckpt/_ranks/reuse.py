@@ -1,8 +1,8 @@
 """Reuse of an earlier checkpoint by a save of many ranks: the rounds ``base`` and ``compared``.
 
-The coordinator opens the base, and passes its manifest on. Each rank sums its part, and the sums are combined on their
-way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links the
-files in which nothing has changed, and all lay out the rest.
+The coordinator opens the base, and sends its manifest to the others. Each rank sums its part, and the sums are combined
+on their way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links
+the unchanged files, and all ranks lay out the rest.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def take_over(
         session: the process group.
         operation: the operation, in its body.
         path: the checkpoint's directory, absolute.
-        base: the earlier checkpoint's, as rank 0 has it.
-        earlier: the base as this rank sees it, made from the share that was laid out without a base.
+        base: the earlier checkpoint's, on rank 0.
+        earlier: the base on this rank, made from the share that was laid out without a base.
         timeout: the operation's timeout, in seconds.
 
     Returns:
-        The layout beside the files that are taken over; None if the base is unusable.
+        The layout beside the linked files; None if the base is unusable.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -46,7 +46,7 @@ def take_over(
         with range_of("fastckpt.compare"):
             return _share(session, operation, path, base, earlier, timeout)
     except BaseException:
-        # The broadcast may be left half done, here or on another rank.
+        # The broadcast may be incomplete, here or on another rank.
         session.link.drop()
         raise
 
@@ -54,7 +54,7 @@ def take_over(
 def _share(
     session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
 ) -> _core.Share | None:
-    """The rounds of it."""
+    """Its rounds."""
     rank = session.group.rank
     attention = Attention(operation, timeout)
     opened: list[bytes] = []
@@ -65,7 +65,7 @@ def _share(
         if manifest is None:
             return None
         opened.append(manifest)
-        # On one host nothing else may have to be sent.
+        # On one host there may be nothing else to send.
         name = "" if len(hosts) == 1 else Link.agree([True, offer[1]])
         return [name, len(manifest) if name else manifest]
 
@@ -94,12 +94,12 @@ def _share(
 
 
 def _combine_hosts(offers: list[list[Any]]) -> list[Any]:
-    """Several offers combined: up to two hosts, and the gloo group."""
+    """Combine offers: up to two hosts, and the gloo group."""
     return [sorted({host for hosts, _ in offers for host in hosts})[:2], Link.combine([offer for _, offer in offers])]
 
 
 def _combine_sums(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of a rank and of those below it as one."""
+    """Combine the sums of a rank and of those below it."""
     return first_lost(found) or {"sums": _core.RankBase.merge([one["sums"] for one in found])}
 
 

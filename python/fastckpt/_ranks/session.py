@@ -15,20 +15,20 @@ class Session:
     Attributes:
         group: the ranks in it.
         peers: the ranks, and their common operations.
-        link: the group that bytes travel in.
+        link: the group that sends bytes.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.peers = Peers(group.rank, group.size, group.store, group.host, serves=group.serves)
         self.link = Link(group, self.peers.host_of)
-        #: A save has warned that nothing distinguishes it from an earlier one.
+        #: Whether a save has warned that nothing distinguishes it from an earlier one.
         self.has_warned = False
         self._apart: list[Peers] = []
         self._made = 0
 
     def close(self) -> None:
-        """The process group is gone."""
+        """Close the session: the process group is gone."""
         for peers in tuple(self._apart):
             self.end(peers)
         self.peers.close()

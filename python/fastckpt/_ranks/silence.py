@@ -6,24 +6,24 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 #: A rank must have been silent for a whole timeout in at least this many checks. One long gap between two checks means
-#: that this rank, the store or the machine stood still, and then the others may have, too.
+#: that this rank, the store or the machine was suspended, and then the others may have been, too.
 _LOOKS = 4
 
 
 class _Heard(NamedTuple):
     #: The state at the last check: the count of its beats, or its hello.
     sign: bytes | None
-    #: Seconds of silence before that check, as far as they count.
+    #: The counted seconds of silence before that check.
     silent: float
     #: The time of that check.
     looked: float
 
 
 class Silence:
-    """The silence of some ranks; a sign that differs from the one before ends it.
+    """The silence of some ranks; a sign that differs from the previous one ends it.
 
     Args:
-        timeout: seconds of silence after which a rank is taken to be gone.
+        timeout: seconds of silence after which a rank is considered gone.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -35,18 +35,18 @@ class Silence:
         self._ranks.update((rank, _Heard(None, 0.0, now)) for rank in ranks)
 
     def hear(self, rank: int, sign: bytes | None, now: float) -> float:
-        """Note the current state of a rank, and return its seconds of silence. The first look finds none."""
+        """Record the current state of a rank, and return its seconds of silence. The first call returns none."""
         last = self._ranks.get(rank, _Heard(sign, 0.0, now))
         silent = last.silent + min(now - last.looked, self._most) if sign == last.sign else 0.0
         self._ranks[rank] = _Heard(sign, silent, now)
         return silent
 
     def of(self, rank: int) -> float:
-        """Return the seconds of silence of a rank at the last look."""
+        """Return the seconds of silence of a rank at the last check."""
         return self._ranks[rank].silent
 
     def take_over(self, other: Silence, ranks: Iterable[int]) -> None:
-        """Continue from the state of another one, with the ranks that it has listened to."""
+        """Continue from the state of another object, with the ranks that it has listened to."""
         self._ranks.update((rank, other._ranks[rank]) for rank in ranks if rank in other._ranks)
 
     def clear(self) -> None:

@@ -1,9 +1,9 @@
 """Serves the requests of the protocol from a store of torch's: TCPStore, FileStore, HashStore, PrefixStore over them.
 
-A client of a TCPStore whose server is stopped waits for ever, whatever timeout it was given. So every call runs in a
-thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is abandoned: it ends when
-the server answers or goes. If the store can be cloned, each line is a clone with a connection of its own, so that
-neither our waits block other users of the store nor theirs ours.
+A client of a TCPStore whose server is stopped waits without end, whatever its timeout. So every call runs in a separate
+thread (``_Line``), and its caller waits for a bounded time. A thread that hangs is abandoned: it ends when the server
+answers or exits. If the store can be cloned, each line is a clone with its own connection, so that neither our waits
+block other users of the store nor their waits ours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
 
-#: Seconds in which a connection is renewed, and in which a wait ends that is no longer needed.
+#: The most seconds to renew a connection, and to end a wait that is no longer needed.
 _CONNECTED, _FORGOTTEN = 5.0, 1.0
-#: Seconds between two checks of a store whose clients must not block in it, at first and at most.
+#: Seconds between two polls of a store whose clients must not block in it, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: A value that no key has. A compare-and-set against it returns it if the key does not exist.
+#: A value that no key has. A compare-and-set with it returns it if the key does not exist.
 _NO_VALUE = b"\0none"
 
 
@@ -35,13 +35,13 @@ class _Task:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
         self.ended = threading.Event()
-        self.forgotten = False  # a wait that was ended, whether or not its keys have come
+        self.forgotten = False  # a wait that was ended, whether or not its keys exist
         self.result: Any = None
         self.error: BaseException | None = None
 
 
 class _Line:
-    """A thread with a client of the store, which makes one call after the other.
+    """A thread with a client of the store, which makes one call after another.
 
     Args:
         connect: makes the client; it may hang as well.
@@ -79,7 +79,7 @@ class _Line:
 
 
 class Transport:
-    """The store of a process group, as the protocol sees it. Its methods may be called by any thread.
+    """The store of a process group, as the protocol sees it. Any thread may call its methods.
 
     Args:
         store: a ``torch.distributed.Store``.
@@ -101,7 +101,7 @@ class Transport:
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.
         self._lock = threading.RLock()
-        # Connections take a while to make: they are started at once.
+        # Connections take time: they are started at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
@@ -128,7 +128,7 @@ class Transport:
         return self._call(lambda client: _answer(client, request), limit, again=not isinstance(request, Add))
 
     def close(self) -> None:
-        """End the threads, as far as they do not hang."""
+        """End the threads, except those that hang."""
         with self._lock:
             for line in (self._line, self._waiter):
                 if line is not None:
@@ -143,7 +143,7 @@ class Transport:
         return self._connect()
 
     def _look_for_server(self) -> None:
-        """Raise OSError if the server has gone: torch retries for minutes to reach it.
+        """Raise OSError if the server is gone: torch retries for minutes to reach it.
 
         Only if there is doubt: for each connection the server looks up the host name of the client, and answers no
         other client meanwhile.
@@ -176,7 +176,7 @@ class Transport:
     def _ends(self, task: _Task, line: _Line, limit: float) -> bool:
         """Whether the first call of a line in doubt ends in time.
 
-        A server that is killed may still accept a connection after it has reset the others, and go before it answers.
+        A killed server may still accept a connection after it has reset the others, and exit before it answers.
         """
         ends = time.monotonic() + limit
         while not line.connected.wait(min(_CONNECTED, max(ends - time.monotonic(), 0))):
@@ -213,7 +213,7 @@ class Transport:
     def _forget(self, limit: float) -> None:
         """End a wait at the server by setting the key that it waits for.
 
-        It would end with the store, perhaps during the interpreter's own end, which kills such threads badly.
+        Otherwise it would end with the store, perhaps during interpreter shutdown, which kills these threads uncleanly.
         """
         with self._lock:
             waits, self._waits = self._waits, None
@@ -233,7 +233,7 @@ class Transport:
         self.serve(Remove(tuple(missing)), limit)
 
     def _wait_there(self, keys: tuple[str, ...], limit: float) -> _Task | None:
-        """Return a wait at the server for the keys, or for more; None: it waits for others."""
+        """Return a wait at the server for these keys, or more; None: it waits for others."""
         with self._lock:
             if self._waits is not None:
                 awaited, task = self._waits
@@ -268,7 +268,7 @@ def _answer(client: Any, request: Request) -> Any:
             client.set(key, value)
         return None
     if isinstance(request, Get):
-        # Getting a key waits for it, and a key that a check found may have been removed since. A compare-and-set does
+        # Getting a key waits for it, and an existing key may have been removed since the check. A compare-and-set does
         # not wait.
         values = [client.compare_set(key, _NO_VALUE, _NO_VALUE) for key in request.keys]
         return [None if value == _NO_VALUE else value for value in values]

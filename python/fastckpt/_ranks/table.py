@@ -2,7 +2,7 @@
 
 Two parts. The main part has the names, dtypes, global shapes and values, and for each tensor the number of its spread;
 it is equal on ranks that hold the same state, however that is cut. The spreads themselves are the other part, which is
-small: ranks in different meshes differ in it alone.
+small: ranks in different meshes differ only in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COUNT = struct.Struct("<Q")
 
 
 class Kind(NamedTuple):
-    """Common properties of tensors: ``spread`` is the number of their spread, 0 for those that each rank has whole."""
+    """Common properties of tensors: ``spread`` is the number of their spread, 0 if each rank has them whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Table(NamedTuple):
 def kinds_of(
     tensors: Iterable[tuple[str, Sequence[int], tuple[str, Sequence[int]] | None, int]],
 ) -> tuple[list[Kind], np.ndarray[Any, np.dtype[np.uint32]]]:
-    """The different kinds of tensors, given by dtype, shape, logical dtype and shape, and spread; and that of each."""
+    """The different kinds of tensors, by dtype, shape, logical dtype and shape, and spread; and the kind of each."""
     numbers: dict[Any, int] = {}
     kind = [numbers.setdefault(each, len(numbers)) for each in tensors]
     made = [
@@ -66,7 +66,7 @@ def kinds_of(
 
 
 def encode(table: Table) -> bytes:
-    """A table as bytes: equal tables give equal ones."""
+    """A table as bytes: equal tables give equal bytes."""
     head = json.dumps([table.names, table.kinds, table.ties, table.outer], separators=(",", ":")).encode()
     return packed(
         head,
@@ -76,7 +76,7 @@ def encode(table: Table) -> bytes:
 
 
 def decode(data: bytes) -> Table:
-    """What :func:`encode` made."""
+    """Decode the result of :func:`encode`."""
     head, kind, structure = unpacked(data)
     names, kinds, ties, outer = json.loads(head)
     return Table(
@@ -94,7 +94,7 @@ def _kind(dtype: str, shape: list[int], logical: list[Any] | None, spread: int) 
 
 
 def packed(*parts: bytes) -> bytes:
-    """Several strings of bytes as one."""
+    """Several byte strings as one."""
     return b"".join(item for part in parts for item in (_COUNT.pack(len(part)), part))
 
 
@@ -115,7 +115,7 @@ def digest(data: bytes) -> str:
 
 
 def encode_spreads(spreads: Sequence[Spread]) -> bytes:
-    """Spreads as bytes. Ranks at equal steps, as meshes have them, take no room of their own."""
+    """Spreads as bytes. Ranks at equal steps, as in meshes, need no extra bytes."""
     told = [
         [_steps(spread), spread.mesh, spread.placements] if spread.boxes is None else [spread.ranks, spread.boxes]
         for spread in spreads
@@ -124,7 +124,7 @@ def encode_spreads(spreads: Sequence[Spread]) -> bytes:
 
 
 def decode_spreads(data: bytes) -> list[Spread]:
-    """What :func:`encode_spreads` made."""
+    """Decode the result of :func:`encode_spreads`."""
     return list(starmap(_spread, json.loads(data)))
 
 

@@ -1,7 +1,7 @@
-"""torch.distributed, as far as ranks need it: the members of a process group, its store, and our own group for bytes.
+"""The parts of torch.distributed that ranks need: the members of a process group, its store, and a group for bytes.
 
-The one file that knows torch's process groups. Differences between its versions (2.6 to 2.15), and torch's private
-attributes, are handled here: the store that a process group was made with, our own connection to it
+The only file that uses torch's process groups. It handles differences between versions (2.6 to 2.15) and private
+attributes of torch: the store that a process group was made with, a separate connection to it
 (:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
 """
 
@@ -32,13 +32,13 @@ class _Kept(Protocol):
 _T = TypeVar("_T", bound=_Kept)
 
 #: Up to this many ranks, every rank connects to every other when a group is made, as torch does by default; beyond it,
-#: where torch can, only those connect that exchange messages.
+#: if torch can, only ranks that exchange messages connect.
 _CONNECT_ALL = 32
 #: A tag that no message has, see :meth:`DataGroup.end`.
 _NO_TAG = 2**31 - 1
 #: The most missing ranks that are named.
 _NAMED = 16
-#: The timeout of a transfer that is to end at once: 0 would mean the group's own deadline.
+#: The timeout of a transfer that must end at once: 0 would mean the group's own deadline.
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -46,12 +46,12 @@ class Group(NamedTuple):
     """The processes that save and load together.
 
     Attributes:
-        rank: which of them this is.
-        size: how many there are.
+        rank: the index of this process.
+        size: the number of processes.
         ranks: the rank of each in the default group.
-        host: the name of the machine that this one runs on.
-        store: a torch store under a name that no other group has; None for a process that works alone.
-        serves: the rank whose process may have the server of that store; None if that is none of them.
+        host: the name of this machine.
+        store: a torch store under a name that no other group has; None for one process.
+        serves: the rank whose process may have the server of that store; None if none has.
     """
 
     rank: int
@@ -77,18 +77,18 @@ def is_initialised() -> bool:
 
 
 def this_process() -> Group:
-    """This process as a group of its own, whatever groups of torch's it is in."""
+    """This process as a group of one, whatever torch groups it is in."""
     rank = sys.modules["torch.distributed"].get_rank() if is_initialised() else 0
     return Group(0, 1, (rank,), socket.gethostname(), None)
 
 
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
-    """The result of ``make`` for a process group: made once, and kept as long as torch has the group.
+    """The result of ``make`` for a process group: made once, and kept while torch has the group.
 
     Args:
         operation: the word that error messages begin with.
-        process_group: a process group of torch's, or None for the default one. If none was initialised, this process
-            works alone.
+        process_group: a process group of torch's, or None for the default one. If none was initialised, only this
+            process.
         make: called with the group; its result is closed when the group is gone.
 
     Raises:
@@ -117,7 +117,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     if known is None:
         known = make(_group_of(group))
         _kept[group] = process, known
-        # At the latest when the interpreter ends: threads of gloo's must not outlive it.
+        # At the latest when the interpreter ends: gloo's threads must not outlive it.
         finalize(group, known.close)
     return known
 
@@ -155,9 +155,8 @@ def _group_of(group: Any) -> Group:
         return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
-    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by keys
-    # that a former group of the same name has left. By default the first process serves it; with torchrun, its agents
-    # may.
+    # A store can outlive a group (torchrun's does), and torch reuses names: keys of an earlier group of the same name
+    # must not confuse a new group. By default the first process serves the store; with torchrun, its agents may.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = None if apart or 0 not in ranks else ranks.index(0)
     return Group(
@@ -166,21 +165,21 @@ def _group_of(group: Any) -> Group:
 
 
 def store_below(store: Any, name: str) -> Any:
-    """A part of a store, whose keys no other part has."""
+    """A part of a store with separate keys."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     return distributed_c10d.PrefixStore(name, store)
 
 
 def _default_store() -> Any:
-    """The store of the default group: all versions of torch have this function, although it is undocumented."""
+    """The store of the default group: all versions of torch have this undocumented function."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
-    """Our own connection to a store: a shared one has a lock, which another user's wait holds."""
+    """A separate connection to a store: a shared one has a lock, which the wait of another user holds."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):  # since torch 2.8, and not of every store
@@ -188,7 +187,7 @@ def _own_connection(store: Any) -> Any:
 
 
 class Transfer:
-    """A message on its way; its memory belongs to gloo until :meth:`wait` returns or the group is gone."""
+    """A message in flight; its memory belongs to gloo until :meth:`wait` returns or the group is gone."""
 
     __slots__ = ("_tensor", "_work")
 
@@ -197,7 +196,7 @@ class Transfer:
         self._tensor = tensor
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is done; RuntimeError if it is not within ``seconds``, after which the whole group is ended."""
+        """Wait until it is done; RuntimeError if it takes more than ``seconds``, after which the whole group ends."""
         self._work.wait(timedelta(seconds=seconds))
 
 
@@ -205,7 +204,7 @@ class AbsentError(RuntimeError):
     """A group was not made.
 
     Attributes:
-        ranks: those that have not come, the first of them; empty where all have.
+        ranks: the first of the missing ranks; empty if all have arrived.
     """
 
     def __init__(self, ranks: list[int]) -> None:
@@ -214,30 +213,30 @@ class AbsentError(RuntimeError):
 
 
 class DataGroup:
-    """A gloo group of our own: between host memories, beside training, unknown to ``torch.distributed``'s own list.
+    """A separate gloo group: between host memories, beside training, not in the list of ``torch.distributed``.
 
     Args:
         group: the ranks in it.
         name: a name that no other group made with the same store has.
-        timeout: seconds after which to make it fails because another rank has not come.
+        timeout: seconds after which its creation fails because another rank is missing.
 
     Attributes:
         near: the ranks of this host that read each other's memory.
 
     Raises:
-        AbsentError: ranks have not come.
+        AbsentError: ranks are missing.
     """
 
     def __init__(self, group: Group, name: str, timeout: float) -> None:
         from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-        # With a connection of its own: while ranks look for each other, they wait in the store.
+        # With a separate connection: while ranks look for each other, they wait in the store.
         store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
         self._store = store
-        # They stay: a late rank must see that another has come, even if that one has gone.
+        # The keys stay: a late rank must see that another has come, even if that one is gone.
         here = [_here(rank) for rank in range(group.size)]
         store.set(here[group.rank], group.host)
         try:
@@ -278,7 +277,7 @@ class DataGroup:
         return bytes(data)
 
     def swap(self, given: Mapping[int, bytes], sizes: Mapping[int, int], limit: float) -> dict[int, bytes]:
-        """Give bytes to some ranks, and take so many from others; no size is 0."""
+        """Send bytes to some ranks, and receive bytes of given sizes from others; no size is 0."""
         taken = {peer: bytearray(nbytes) for peer, nbytes in sizes.items()}
         tensors = {peer: _tensor_of(bytearray(content)) for peer, content in given.items()}
         self._met.update(taken, tensors)
@@ -291,11 +290,11 @@ class DataGroup:
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
-        Gloo does that when a transfer of it runs out of time, so one does. The group is unusable after that.
+        Gloo does that when a transfer times out, so one transfer is made to. The group is unusable after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
         tensor = _tensor_of(bytearray(1))
-        # One may be closed already while others are open. In a large group only those that we have met are connected.
+        # One may be closed already while others are open. In a large group only ranks that met are connected.
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([tensor], peer, _NO_TAG).wait(_AT_ONCE)
@@ -329,7 +328,7 @@ def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
                 gloo.create_default_device(lazy_init=True)
             ]
-        except TypeError:  # a torch that cannot
+        except TypeError:  # a torch without this option
             pass
         else:
             options = gloo._Options()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: How many ranks report to one. 16,384 ranks are three levels deep.
+#: The most ranks that report to one. 16,384 ranks are three levels deep.
 FAN_IN = 32
 
 

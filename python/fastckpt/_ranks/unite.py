@@ -1,9 +1,8 @@
-"""Unites the different tables of all ranks: of pipeline and expert stages, and of meshes beside each other.
+"""Unites the different tables of all ranks: of pipeline and expert stages, and of separate meshes.
 
 Structures are walked together. Mappings are united by their keys, in the order of the ranks; so are the lists of names
-under ``param_groups.*.params``, as ``get_optimizer_state_dict`` makes them. Everything else must be equal where several
-ranks have it. Tensors in one place are one tensor: their dtype and global shape must be equal, and their spreads add
-up.
+under ``param_groups.*.params``, as ``get_optimizer_state_dict`` makes them. Everything else must be equal on all ranks
+that have it. Tensors in one place are one tensor: their dtype and global shape must be equal, and their spreads add up.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _EQUAL = "make values equal on all ranks that have them"
 _TENSORS = (
     "make plain tensors equal on all ranks that have them (BatchNorm's statistics: use SyncBatchNorm, or broadcast "
-    "them from one rank before the save; stages of a pipeline: give names of their own, for optimizers with torch's "
+    "them from one rank before the save; pipeline stages: give separate names, for optimizers with torch's "
     "get_optimizer_state_dict)"
 )
 _DTENSORS = (
-    "give DTensors and Parts the same dtype and global shape on all ranks, also if they are empty there (for uneven "
+    "give DTensors and Parts the same dtype and global shape on all ranks, even if they are empty there (for uneven "
     "parts, from_local needs shape= and stride=)"
 )
 _PER_RANK = "pass values that belong to one rank as per_rank= of fastckpt.distributed.save"
 
 
 class Variant(NamedTuple):
-    """Ranks whose main tables are equal: the spreads of them, by the numbers in the table, with the ranks of each."""
+    """Ranks with equal main tables: their spreads, by the numbers in the table, with the ranks of each."""
 
     table: Table
     spreads: list[tuple[list[Spread], list[int]]]
@@ -55,9 +54,9 @@ class Variant(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """The part of a tensor that ranks have: by the spread, or whole if that is None.
+    """The part of a tensor on ranks: by the spread, or whole if that is None.
 
-    ``before`` is how many more such memories of the tensor they have named before.
+    ``before`` is the number of earlier memories of the tensor of this kind.
     """
 
     spread: Spread | None
@@ -74,7 +73,7 @@ class United(NamedTuple):
         lists: for each tensor the number of its list of parts.
         spread_lists: by that number, the numbers of the spreads.
         spreads: the spreads.
-        numbers: by variant, for each of its tensors the numbers that it has in the union.
+        numbers: by variant, for each of its tensors its numbers in the union.
     """
 
     flat: Flat
@@ -98,7 +97,7 @@ class SpreadLists:
         self.lists: list[tuple[int, ...]] = []
         self._spreads: dict[Spread, int] = {}
         self._lists: dict[tuple[int, ...], int] = {}
-        #: By the number of a list: ranks that are in a mesh and do not have the tensor.
+        #: By the number of a list: ranks in a mesh that do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
     def add(self, holders: Iterable[Holder]) -> int:
@@ -123,7 +122,7 @@ class SpreadLists:
                 missing = (spread, sorted(absent))
             numbers.append(self._number(spread))
         if boxed:
-            # Equal boxes of several ranks in one spread are copies; a rank's own keep their order.
+            # Equal boxes of several ranks in one spread are copies; the boxes of one rank keep their order.
             pairs = [pair for one in boxed for pair in zip(one.ranks, one.boxes or (), strict=True)]
             pairs.sort(key=itemgetter(0))
             numbers.append(self._number(Spread(tuple(rank for rank, _ in pairs), boxes=tuple(box for _, box in pairs))))
@@ -147,7 +146,7 @@ class SpreadLists:
 
 
 def holders_of(variant: Variant, number: int) -> list[Holder]:
-    """The parts that the ranks of a variant have of tensors with that number of a spread."""
+    """The parts of tensors with this number of a spread on the ranks of a variant."""
     if not number:
         return [Holder(None, 0, variant.ranks)]
     return [Holder(spreads[number - 1], 0, ranks) for spreads, ranks in variant.spreads]
@@ -177,7 +176,7 @@ class _Union:
         self.differences = Differences(operation)
         self.lists = SpreadLists(size)
         self.numbers: list[list[list[int]]] = [[[] for _ in table.names] for table in self.tables]
-        #: Of each tensor of the union: where it comes from, by variant.
+        #: The origins of each tensor of the union, by variant.
         self.sources: list[dict[int, int]] = []
         self.paths: list[Path] = []
         self.flat = Flat()
@@ -195,12 +194,12 @@ class _Union:
         """The tokens of the union of structures."""
         self.tokens = tokens
         self.ends = [ends_of(each) for each in tokens]
-        #: Of tensors with several places: the name of each place, by its position.
+        #: For tensors with several places: the name of each place, by its position.
         self.names = [_names_of_places(table, each) for table, each in zip(self.tables, tokens, strict=True)]
         self.out: list[Any] = []
         root = Path(None, THROUGH)
         everyone = [(variant, 0) for variant in range(len(tokens))]
-        # The places and known tokens that are still to be emitted, the next one last.
+        # The places and known tokens that remain to be emitted, the next one last.
         todo: list[tuple[Path, list[tuple[int, int]]] | list[Any]] = [(root, everyone)]
         while todo:
             item = todo.pop()
@@ -248,7 +247,7 @@ class _Union:
         if type(first) is not type(token):
             return False
         if type(first) is not list:
-            # By their text: 0.0 equals -0.0.
+            # By their text, because 0.0 equals -0.0.
             return bool(first == token and (first or repr(first) == repr(token)))
         if first[0] != token[0] or is_tensor(first) != is_tensor(token):
             return False
@@ -319,7 +318,7 @@ class _Union:
         self.out += [["list", len(names)], *names]
 
     def copy(self, path: Path, which: int, start: int) -> None:
-        """Emit tokens that one variant alone has."""
+        """Emit tokens that only one variant has."""
         tokens = self.tokens[which][start : self.ends[which][start]]
         for index, token in enumerate(tokens):
             if type(token) is list and is_tensor(token):

@@ -1,4 +1,4 @@
-"""The encoding of values and failures that travel through the store, and the texts of errors.
+"""The encoding of values and failures in the store, and the texts of errors.
 
 Every value is followed by its checksum, which its reader compares: values decide what is sealed.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 #: The only key of a dict that represents bytes.
 _BYTES = "\0bytes"
-#: How many failures an error lists; a full disk fails every rank.
+#: The most failures in an error; a full disk fails every rank.
 LISTED = 16
 #: Messages of failures are cut to this length: an exception may print a whole state.
 LONGEST = 2000
-#: The outcomes of a failed operation: nothing new; one of the two; the new checkpoint.
+#: The outcomes of a failed operation: the old checkpoint; one of the two; the new one.
 NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
 #: Bytes of a checksum.
 SUM = 8
@@ -33,7 +33,7 @@ class DamagedError(CheckpointError):
 
 
 def sealed(data: bytes) -> bytes:
-    """Return bytes with their checksum behind them."""
+    """Return bytes followed by their checksum."""
     return data + _crc64.of(data).to_bytes(SUM, "little")
 
 
@@ -41,7 +41,7 @@ def opened(data: bytes, what: str) -> bytes:
     """Return the bytes that ``sealed`` was given.
 
     Raises:
-        DamagedError: they were altered on their way; the message names ``what``.
+        DamagedError: they were altered on the way; the message names ``what``.
     """
     content, sum_ = data[:-SUM], data[-SUM:]
     if _crc64.of(content).to_bytes(SUM, "little") != sum_:
@@ -78,7 +78,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
-        DamagedError: it was altered on its way; the message names ``what``.
+        DamagedError: it was altered on the way; the message names ``what``.
     """
     length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
@@ -129,7 +129,7 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     if kind == "load":
         return "nothing was loaded" if agreeing else "the destination may be partly filled"
     if outcome == COMMITTED:
-        return "it was committed all the same: the complete new checkpoint is at the path"
+        return "it was committed anyway: the complete new checkpoint is at the path"
     if here:
         return "this rank has committed it after the others had given up: the new checkpoint is at the path"
     if outcome == UNKNOWN:
@@ -144,7 +144,7 @@ def failed(
 
     Args:
         failures: the failures of ranks.
-        more: how many further ones there are.
+        more: the number of further failures.
         outcome: what remains.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
     """

@@ -1,4 +1,4 @@
-"""Builders for structure tokens: one only checks them, others build the state in torch or numpy."""
+"""Builders for structure tokens: one only checks them, another builds the state with torch or numpy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _WHAT = {
 }
 
 
-#: Our types that are made of tensors, and copy or check them.
+#: fastckpt's own types that are made of tensors, and copy or check them.
 MADE_OF_TENSORS = frozenset(
     {"torch.nested.nested_tensor", "torch.Generator", *(name for name in TABLE if name.startswith("numpy.random."))}
 )
 
 
 def torch_for(what: str) -> ModuleType:
-    """The module with torch's types, which ``what`` needs."""
+    """The module for torch's types, which ``what`` needs."""
     try:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
     except ImportError as error:
@@ -76,7 +76,7 @@ class Tensor:
 
 
 class _Later(dt.tzinfo):
-    """Stands for a value that needs bytes or a decoder. It might be a time zone, and so it is one."""
+    """Stands for a value that needs bytes or a decoder. It is a time zone, because the value might be one."""
 
     def utcoffset(self, _: dt.datetime | None, /) -> None: ...
 
@@ -91,10 +91,10 @@ class _Unhashable:
 
 
 class _Uses:
-    """Tensors that are parts of others made of several are copied and checked whenever such a one is made.
+    """Counts the uses of tensors that are parts of composed tensors, which are copied and checked for each.
 
-    So such a part is stored in full, and used again only within a multiple of the stored bytes: a few bytes of a file
-    could otherwise request any number of copies.
+    So a part is stored in full, and used again only within a multiple of the stored bytes: otherwise a few bytes of a
+    file could request any number of copies.
     """
 
     def __init__(self, stored: Sequence[StoredTensor]) -> None:
@@ -104,7 +104,7 @@ class _Uses:
         self._limit: int | None = None
 
     def add(self, part: Tensor) -> None:
-        """Note that a tensor is part of another one."""
+        """Record that a tensor is part of another one."""
         if part.tag == "expanded":
             raise ValueError("an expanded tensor that is part of another tensor")
         if part.number not in self._once:
@@ -131,16 +131,16 @@ class _Uses:
 
 
 class Validator:
-    """Checks tokens against the stored tensors and the types, and notes the tensors; makes nothing.
+    """Checks tokens against the stored tensors and the types, and collects the tensors; builds nothing.
 
     Args:
         stored: the tensors of the checkpoint.
         types: the known types, and whether values of others are accepted, too.
-        strangers: whether types that are not known are all right.
+        strangers: whether unknown types are accepted.
 
     Attributes:
         found: each token of a tensor, in order.
-        unknown: the names of the types that are not known.
+        unknown: the names of the unknown types.
     """
 
     plain = False
@@ -176,7 +176,7 @@ class Validator:
 
     def leaf(self, token: list[Any]) -> Any:
         plain = numpy_leaf(token)
-        # A dtype may be a key beside its own name.
+        # A mapping may have both a dtype and its name as keys.
         return plain if token[0] == "size" else _Later()
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
@@ -238,9 +238,8 @@ class StateBuilder:
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
         tensors: the tensor of each token of a tensor, in order.
-        composed: the existing value for each token of a tensor made of several, in order; None for one that is to be
-            made.
-        types: the known types, and whether values of others come back in their stored form.
+        composed: the existing value for each token of a composed tensor, in order; None to make a new one.
+        types: the known types, and whether other values are returned in their stored form.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ class StateBuilder:
         if codec is None:
             if self.plain:
                 return value
-            raise _unknown(name)  # not known any more since the check
+            raise _unknown(name)  # no longer known since the check
         try:
             return codec.decode(value, attributes)
         except (CheckpointError, *_values.MALFORMED):
@@ -301,7 +300,7 @@ class StateBuilder:
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         if self.plain and not issubclass(type(value), dt.tzinfo):
-            return None  # of a type that is not known: the check would have refused anything else
+            return None  # of an unknown type: the check would have refused anything else
         return _values.zone(value)
 
 

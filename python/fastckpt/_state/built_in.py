@@ -1,4 +1,4 @@
-"""Types that fastckpt knows by itself, under names of its own: this table maps a name in a file to its class."""
+"""Built-in types of fastckpt with fixed names: this table maps a name in a file to its class."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .structural import Codec, Encoded, Undecodable, codec_of, without
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Represents an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is no codec,
-#: but part of the structure: partial loads look into it.
+#: Represents an OrderedDict with attributes, such as the ``_metadata`` of a module's state. It is no codec, but part of
+#: the structure: partial loads descend into it.
 ATTRIBUTED = "collections.OrderedDict"
 
-#: Making a Fraction reduces it, in time that grows with the square of its digits.
+#: Making a Fraction reduces it, in time quadratic in its digits.
 _FRACTION_BITS = 1 << 16
 
 
 class Own(NamedTuple):
     """Two conversions: of a value, and from its result back to the class.
 
-    ``spelled`` is the name that the class gives itself, where its module and name in the file are others.
+    ``spelled`` is the class's own name for itself, if its module and name in the file differ.
     """
 
     encode: Callable[[Any], Encoded]
@@ -38,7 +38,7 @@ class Own(NamedTuple):
 
 
 def plain(encode: Callable[[Any], Any], decode: Callable[[Any, Any], Any], spelled: str | None = None) -> Own:
-    """The conversions of a type that has no attributes: to a value, and from the class and such a value."""
+    """The conversions of a type that has no attributes: to a value, and back from the class and that value."""
 
     def back(cls: Any, value: Any, attributes: Any) -> Any:
         without(attributes)
@@ -98,7 +98,7 @@ def _zone(value: Any) -> Any:
 def _decode_zone(cls: Any, value: Any) -> Any:
     from zoneinfo import ZoneInfoNotFoundError  # noqa: PLC0415 - the module of the class
 
-    # No dots: a key may be taken as the name of a package of tzdata.
+    # No dots: a key may be interpreted as the name of a package of tzdata.
     if re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,9}", text(value)) is None:
         raise ValueError("not the key of a time zone")
     try:
@@ -121,7 +121,7 @@ def _decode_random(cls: Any, value: Any) -> Any:
 
 
 # A DictConfig or ListConfig is stored as its container; interpolations stay text. Its flags (read-only, struct) are
-# attributes: for each configuration in it that has some, the keys that lead there, and they.
+# attributes: for each configuration in it with flags, the keys that lead there, and the flags.
 
 
 def _configured(value: Any) -> Encoded:
@@ -142,11 +142,11 @@ def _configured(value: Any) -> Encoded:
     return OmegaConf.to_container(value, resolve=False), {"flags": flags} if flags else None
 
 
-#: omegaconf parses interpolations when they are set, the more slowly the deeper they are.
+#: omegaconf parses interpolations when they are set, and deep ones slowly.
 _INTERPOLATIONS = 256
 
 
-#: Values that a configuration may hold besides dicts and lists, if it is to come back as one. omegaconf would call
+#: Values that a configuration may hold besides dicts and lists if it must be restored as one. omegaconf would call
 #: methods of any other object.
 _IN_CONFIGURATIONS = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -167,7 +167,7 @@ def _check_configured(value: Any) -> None:
             rest.extend(item.values())
         elif kind not in _IN_CONFIGURATIONS and not issubclass(kind, (enum.Enum, pathlib.PurePath)):
             raise Undecodable(
-                f"a configuration that holds a {kind.__qualname__} is not put together: where the program does not "
+                f"a configuration that holds a {kind.__qualname__} is not rebuilt: where the program does not "
                 "declare the classes of omegaconf, it comes back as plain containers"
             )
 
@@ -193,7 +193,7 @@ def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
 
 
 def _bits(spelled: str) -> Own:
-    """The conversions of a bit generator of numpy's."""
+    """The conversions of a bit generator of numpy."""
     return plain(
         _generators.encode_bit_generator,
         lambda cls, value: _generators.decode_bit_generator(cls.__name__, value),
@@ -202,7 +202,7 @@ def _bits(spelled: str) -> Own:
 
 
 def _of_torch(function: str) -> Callable[..., Any]:
-    """A function of the module that imports torch, which happens when it is called."""
+    """A function of the module that imports torch; the import happens when it is called."""
 
     def call(*arguments: Any) -> Any:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
@@ -214,7 +214,7 @@ def _of_torch(function: str) -> Callable[..., Any]:
 
 _CONFIGURED = Own(_configured, _decode_configured)
 
-#: By the name in files, which is also where the class is found: its module and its name there.
+#: By the name in files, which is also the location of the class: its module and its name there.
 TABLE: dict[str, Own] = {
     "collections.deque": Own(_deque, _decode_deque),
     "decimal.Decimal": plain(str, _of_text),
@@ -257,8 +257,8 @@ TABLE: dict[str, Own] = {
 _STRUCTURAL = ("argparse.Namespace", "collections.Counter", "types.SimpleNamespace")
 
 RESERVED = frozenset({ATTRIBUTED, *TABLE, *_STRUCTURAL})
-#: Our types that are built only at a program's request. A configuration resolves the references in its texts whenever
-#: it is accessed, with whatever functions the program has given omegaconf: so a file must not be able to create one.
+#: fastckpt's own types that are built only at a program's request. A configuration resolves the references in its
+#: strings on each access, with any function that the program gave omegaconf: so a file must not be able to create one.
 ON_DEMAND = frozenset({"omegaconf.DictConfig", "omegaconf.ListConfig"})
 _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: name for name in _STRUCTURAL}
 
@@ -286,9 +286,9 @@ def by_class(cls: type) -> Codec | None:
 
 
 def by_name(name: str) -> Codec | None:
-    """The codec under a name; None for a name that is none of these, or whose module cannot be imported.
+    """The codec under a name; None for any other name, or if its module cannot be imported.
 
-    A type that is made on demand only comes back in its stored form.
+    A type that is made only on demand is returned in its stored form.
     """
     if name in ON_DEMAND:
         return Codec(object, name, lambda value: (value, None), lambda value, _: value)

@@ -1,6 +1,6 @@
 """How a value of each type is stored: as a token, as a tensor, or as a token with further values inside it.
 
-A table has the types of Python and numpy. ``flatten.py`` looks up those of torch and of programs.
+A table has the types of Python and numpy. ``flatten.py`` looks up the types of torch and of programs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ATTRIBUTED_TOKEN = f'["type","{ATTRIBUTED}"]'
 
 
 class Attributed:
-    """An OrderedDict that has attributes, as a module's state has ``_metadata``: stored as its items and these."""
+    """An OrderedDict that has attributes, like ``_metadata`` of a module's state: stored as its items and these."""
 
     __slots__ = ("value",)
 
@@ -66,7 +66,7 @@ class Attributed:
 
 
 class Bare(Attributed):
-    """The items of it."""
+    """Its items."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ DESCRIBE: dict[type, Describe] = {
 
 
 def torch_kind(value: Any) -> str | None:
-    """See :func:`fastckpt._tensors.torch.kind_of`. An object can be torch's only if torch was imported."""
+    """See :func:`fastckpt._tensors.torch.kind_of`. An object can be of torch only if torch was imported."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
@@ -180,7 +180,7 @@ def torch_kind(value: Any) -> str | None:
 
 
 def typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
-    """How to describe a value of a type with a name: its stored form, and its attributes, or those ``spared``."""
+    """How to describe a value of a type with a name: its stored form, and its attributes, or the ``spared`` ones."""
     name = quote(codec.name)
     alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 
@@ -201,17 +201,17 @@ def typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any]
 
 
 def stateful(value: Any) -> Parts:
-    """An object with ``state_dict()`` is stored as its result, without a trace of the object."""
+    """Describe an object with ``state_dict()``: it is stored as the result, without a trace of the object."""
     try:
         state = value.state_dict()
     except Exception as error:
         raise Unsupported(
             f"its state_dict() raised {error!r}: leave it out, or convert it with Registry(encode=)"
         ) from error
-    # An object that has every attribute (a mock) would recurse for ever.
+    # An object that has every attribute (a mock) would recurse without end.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
         kind = name_of_class(type(state))
-        raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
+        raise Unsupported(f"its state_dict() returned a {kind}, which has its own state_dict(), not a plain state")
     return Parts("", ((THROUGH, state),))
 
 
@@ -221,7 +221,7 @@ def has_state(kind: Any) -> bool:
 
 def other(value: Any) -> Parts:
     """A value of an unknown type."""
-    # Attributes of the instance only: an object may forward those of another.
+    # Attributes of the instance only: an object may forward attributes of another.
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return stateful(value)
     raise Unsupported(

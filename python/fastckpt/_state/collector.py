@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while many objects are made."""
+"""Python's garbage collector, paused while many objects are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside: a walk over 100,000 tensors makes objects that all stay, and each pass visits them again.
+    """No collections inside: a walk over 100,000 tensors makes objects that stay, which each pass visits again.
 
     If threads overlap, the first to leave switches it on again, which only costs time.
     """

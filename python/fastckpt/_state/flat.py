@@ -28,22 +28,22 @@ class Flat:
         tensors: the tensors for ``_core.save``.
         ties: number and name of each further place of a tensor.
         movers: by tensor number, the movers of those without an address.
-        keep: everything that addresses point into; for bytes an array over them. To be cleared when the
-            addresses are no longer used.
+        keep: everything that addresses point into; for bytes an array over them. Clear it when the addresses are no
+            longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
         objects: with ``observe``, objects with ``state_dict`` and ``load_state_dict``, and their places; the state of
             modules and optimizers is flattened, too.
-        values: with ``observe``, the places under a key of a mapping at which there is something that is neither a
-            tensor nor a mapping with items. A list of such values counts as one, and so does a value made of several (a
-            registered object). Attributes of a mapping are none.
+        values: with ``observe``, the places under a key of a mapping that hold neither a tensor nor a mapping with
+            items. A list of these values counts as one, and so does a composed value (a registered object). Attributes
+            of a mapping do not count.
         problems: with ``observe``, values that could not be flattened, by place.
-        again: with ``observe``, containers that a load updates in place and that are at several places: the first place
-            and each further one.
+        again: with ``observe``, containers at several places that a load updates in place: the first place and each
+            further one.
         places: with ``observe``, all of these places.
-        outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
+        outer: the keys of the outer mapping, and whether each leads to a mapping; None without an outer mapping.
         inner: numbers of the tensors that are parts of another, such as those of a sparse tensor.
         remarks: warnings about types: the name of a type, and the text.
-        spreads: by tensor number, the number of the spread of those that are spread over ranks.
+        spreads: by tensor number, the number of the spread of tensors that are spread over ranks.
         wholes: the DTensor whose local tensor ``keep`` has: torch counts the changes of both.
     """
 

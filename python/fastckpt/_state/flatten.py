@@ -1,6 +1,6 @@
-"""From a state to structure tokens and the tensors to store (docs/format.md, sections 4 and 5).
+"""Converts a state to structure tokens and the tensors to store (docs/format.md, sections 4 and 5).
 
-One loop with a stack of its own: the state may be nested deeper than Python can recurse.
+One loop with an explicit stack: the state may be nested deeper than Python can recurse.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 
-#: Tokens of tensors that are made of several parts, which are stored in full.
+#: Tokens of composed tensors, whose parts are stored in full.
 _MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
 #: Tokens that a user sees as one tensor.
 _COMPOSED = ('["coo"', '["compressed"', '["quantized"', '["expanded"')
@@ -50,7 +50,7 @@ _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
 
 def reuse_limit(stored: int) -> int:
-    """How many bytes of tensors may be parts of others again, if ``stored`` bytes are stored in all."""
+    """The most bytes of tensors that may be parts of others again, if ``stored`` bytes are stored in total."""
     return 64 * stored + (64 << 20)
 
 
@@ -66,9 +66,9 @@ class _Frame:
         #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
         #: None in keys and inside a value that counts as a whole.
         self.depth = depth
-        #: Whether that key has been noted, or must not be.
+        #: Whether that key has been recorded, or must not be.
         self.noted = not depth
-        #: Whether this is, or is in, a tensor made of several.
+        #: Whether this is, or is in, a composed tensor.
         self.made = made
         self.items = items
         self.keyed = keyed
@@ -80,7 +80,7 @@ class _Frame:
 
 
 class _Members:
-    """The members of a set, and where the tokens of each begin."""
+    """The members of a set, and the position of the tokens of each."""
 
     __slots__ = ("starts", "stored", "values")
 
@@ -90,15 +90,15 @@ class _Members:
         self.stored = len(flat.tensors) + len(flat.ties)
 
     def iterate(self, tokens: list[str]) -> Iterator[tuple[int, Any]]:
-        """The members with their numbers; notes where each begins."""
+        """Yield the members with their numbers, and record where each begins."""
         for item in enumerate(self.values):
             self.starts.append(len(tokens))
             yield item
 
     def arrange(self, flat: Flat) -> None:
-        """Put the tokens in the order of their texts, which no process changes.
+        """Put the tokens in the order of their texts, which is the same in every process.
 
-        Tensors and long bytes keep their order: it is in their numbers and their names.
+        Tensors and long bytes keep their order, which determines their numbers and names.
         """
         tokens, starts = flat.tokens, self.starts
         if len(starts) > 1 and self.stored == len(flat.tensors) + len(flat.ties):
@@ -132,7 +132,7 @@ class _Flattener:
         self.spreads = spreads
         self.excluded = excluded
         self.flat = Flat()
-        # Facts about a type hold for this walk only: it may be registered before the next one.
+        # Facts about a type are valid for this walk only: it may be registered before the next one.
         self.describe = dict(DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
@@ -147,7 +147,7 @@ class _Flattener:
         self.tensor: _Frame | None = None
 
     def walk(self, state: Any) -> None:
-        """Flatten ``state``, below whatever is on the stack."""
+        """Flatten ``state``, below the current stack."""
         floor = len(self.stack)
         depth = 0 if self.observe and not self.keys_in_keys else None
         self.stack.append(_Frame(None, iter(((THROUGH, state),)), keyed=False, depth=depth))
@@ -167,7 +167,7 @@ class _Flattener:
                 self.stack.append(deeper)
 
     def children(self, frame: _Frame) -> _Frame | None:  # noqa: C901, PLR0912 - one hot loop
-        """Emit the children that are leaves, up to one with children of its own: its frame, or None at the end."""
+        """Emit the children that are leaves, up to one with children; return the frame of that, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
         describe_of = self.describe.get
@@ -179,7 +179,7 @@ class _Flattener:
                 if type(key) is str:
                     emit(_values.encode_text(key))
                 else:
-                    # As places and names show it.
+                    # In the form for places and names.
                     frame.key = self.key(key)
             encode = leaf_of(kind)
             if encode is not None:
@@ -211,10 +211,10 @@ class _Flattener:
         return None
 
     def observed(self, value: Any) -> Parts | str:
-        """Note an object with a state of its own."""
+        """Record an object with a ``state_dict``."""
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
-        # Asking for its state may change an object: a data loader starts its workers. A scheduler has no tensors.
+        # A call of state_dict may change an object: a data loader starts its workers. A scheduler has no tensors.
         return stateful(value) if torch_kind(value) in {"module", "optimizer"} else "null"
 
     def describe_type(self, kind: type) -> Describe:
@@ -228,7 +228,7 @@ class _Flattener:
     def look_up(self, kind: type) -> Describe | None:
         if issubclass(kind, Part):
             return (self.spreads and self.spreads.describe_of(kind)) or refuse_part
-        # A registration by the program or by fastckpt comes before what the type looks like.
+        # A registration by the program or by fastckpt has priority over the structure of the type.
         codec = self.types.by_class(kind)
         if codec is None:
             path = _values.path_encoder(kind)
@@ -282,7 +282,7 @@ class _Flattener:
             raise Unsupported(f"{refusal}; encode raised {error!r}") from error
 
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
-        """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
+        """Emit the token of a tensor, and add the tensor unless it is tied to a known one."""
         flat = self.flat
         tie, head, tail = stored.tie, stored.head, stored.tail
         if self.refuse_tensors is not None:
@@ -303,14 +303,14 @@ class _Flattener:
         flat.tokens.append(f"{head}{index}{tail}")
 
     def add(self, frame: _Frame, value: Any, stored: Stored) -> int:
-        """Note a tensor that is not known; returns its number."""
+        """Add a new tensor; returns its number."""
         flat = self.flat
         index = len(flat.tensors)
         _, dtype, shape, address, logical, _, _, mover, local = stored
         if len(shape if logical is None else logical[1]) > _DIMENSIONS:
             raise Unsupported(f"a tensor of more than {_DIMENSIONS} dimensions cannot be stored")
         if not address and type(value) in _EXPORTED:
-            # The array is an export: as long as it is kept, a bytearray refuses to be resized.
+            # The array exports the buffer: as long as it is kept, a bytearray cannot be resized.
             value = np.frombuffer(value, np.uint8)
             shape, address = value.shape, _memory.address_of(value)
         if local is None:
@@ -327,14 +327,14 @@ class _Flattener:
         return index
 
     def check_spread(self, tail: str, local: OwnPart | None) -> str:
-        """Refuse spread tensors inside of another tensor; returns the end of a token that all ranks have."""
+        """Refuse spread tensors inside another tensor; returns the end of the token, common to all ranks."""
         if local is not None and self.tensor is not None:
             raise Unsupported("a DTensor inside another tensor cannot be saved: save the parts by themselves")
         head, colon, _ = tail.partition(":")
         return f'{head}"]' if colon and self.spreads is not None and not self.spreads.device_numbers else tail
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
-        """Describe the current value, and note it."""
+        """Describe and record the current value."""
         return Occurrence(self.flat.places.at(self.stack), value, stored, token)
 
     def check_size(self) -> None:
@@ -387,7 +387,7 @@ class _Flattener:
         return opened
 
     def note_place(self, value: Any, token: str) -> None:
-        """Note a tensor made of several, or a container that is at another place, too."""
+        """Record a composed tensor, or a container that is at another place, too."""
         if token.startswith(_COMPOSED):
             self.flat.occurrences.append(self.occurrence(value, None, token))
         elif token and is_updated(type(value)):
@@ -397,13 +397,13 @@ class _Flattener:
                 self.flat.again.append((first, place))
 
     def note_value(self) -> None:
-        """Note the key of the current value."""
+        """Record the key of the current value."""
         frame = self.stack[-1]
         self.flat.values[self.flat.places.at(self.stack, frame.depth)] = None
         frame.noted = not frame.keyed
 
     def note_parts(self, value: Any, token: str, *, keyed: bool) -> int | None:
-        """Note a value with parts, unless they are noted themselves; returns the depth of its frame."""
+        """Record a value with parts, unless the parts are recorded themselves; returns the depth of its frame."""
         parent = self.stack[-1]
         if parent.depth is None or (type(parent.hold) is Attributed and type(value) is not Bare):
             return None
@@ -421,7 +421,7 @@ class _Flattener:
         return self.keys_in_keys > 0 or any(type(frame.hold) in _SETS for frame in self.stack)
 
     def note_outer(self, value: Any) -> None:
-        """Note the outer mapping of the state, and which of its keys lead to mappings: one of them is the model."""
+        """Record the outer mapping of the state, and which of its keys lead to mappings: one of them is the model."""
         keys = [frame.key for frame in self.stack if frame.key is not THROUGH]
         flat = self.flat
         if not keys and flat.outer is None:
@@ -430,7 +430,7 @@ class _Flattener:
             flat.outer[keys[0]] = True
 
     def key(self, key: Any) -> Any:
-        """Emit a dictionary key that is not a string; returns it as places and names show it."""
+        """Emit a dictionary key that is not a string; returns its form for places and names."""
         tokens = self.flat.tokens
         kind = type(key)
         encode = _values.ENCODERS.get(kind) or _values.path_encoder(kind)
@@ -453,7 +453,7 @@ class _Flattener:
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
-        """Raise, or with ``observe`` note it and continue: values in ``into=`` other than tensors do not matter."""
+        """Raise, or with ``observe`` record it and continue: values in ``into=`` other than tensors do not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
             reason = f"{self.operation}: cannot store {place}: {reason}"
@@ -500,10 +500,10 @@ def flatten(
         state: any state.
         operation: the word that error messages begin with.
         refuse_tensors: the reason why tensors are refused, if they are.
-        observe: also note each tensor by its place, and note values that cannot be flattened instead of raising.
+        observe: also record each tensor by its place, and record values that cannot be flattened instead of raising.
         types: the known types with names; by default those of the process.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
-            then lack the index of the device, unless it is to be kept: each rank has another.
+            then lack the index of the device, which differs by rank, unless it must be kept.
         excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
 
     Raises:
@@ -523,7 +523,7 @@ def flatten(
             flattener.walk(state)
         flattener.check_size()
     except BaseException:
-        # The traceback has this frame, and with it exports of the caller's buffers.
+        # The traceback keeps this frame alive, and with it exports of the caller's buffers.
         flat.keep.clear()
         raise
     return flat

@@ -1,4 +1,4 @@
-"""Selects the tensors of the model, which get files of their own with names that Hugging Face knows."""
+"""Selects the tensors of the model, which get separate files with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         operation: for the error: ``save``.
         flat: the state, flattened. The names of tied tensors may change.
         model_key: the outer key of the model; ``auto`` for the first of :data:`CONVENTIONS` that leads to a mapping
-            with tensors in it (or to an object stored as one: a module), unless another outer key makes names that
-            start like its own; None if no part is the model.
+            with tensors in it (or to an object stored as one: a module), unless another outer key gives names with its
+            prefix; None if no part is the model.
 
     Returns:
         The prefix of the names of the model's tensors; empty if the whole state counts as the model.
 
     Raises:
-        ValueError: nothing under ``model_key`` is a mapping, or another outer key makes names that start like its own.
+        ValueError: nothing under ``model_key`` is a mapping, or another outer key gives names with its prefix.
     """
     if model_key is None:
         return ""
@@ -42,7 +42,7 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         if key is None or _clashing(outer, key) is not None:
             return ""
     else:
-        # Names are made from the key in the state, which may only be equal to the given one: True and 1 are.
+        # Names are made from the key in the state, which may only equal the given one, like True and 1.
         key = dict(zip(outer, outer, strict=True)).get(model_key) if isinstance(model_key, _KEYS) else None
         reason = _refusal(outer, key)
         if reason is not None:

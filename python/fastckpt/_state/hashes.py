@@ -1,8 +1,8 @@
 """Dicts and sets of keys that a file chose: Python's hashes of numbers, and of values made of them, can be forged.
 
-Python takes nested keys apart in C without an end: a key that is nested deep enough overflows the stack. Keys whose
-hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such
-keys are refused, by a count of the steps. A save refuses the same ones, because they could not be loaded.
+Python hashes nested keys in C without a depth limit: a key that is nested deep enough overflows the stack. If hashes
+collide, each insertion walks over the other keys, which can take minutes for a small file. Such keys are refused, by a
+count of the steps. A save refuses the same ones, because they could not be loaded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fastckpt import _core
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-#: Fewer keys cannot exceed the limit of 128 steps for each.
+#: Fewer keys cannot exceed the limit of 128 steps per key.
 _FEW = 256
-#: Places that a set tries after the one that a hash leads to.
+#: Places that a set tries after the place of a hash.
 _NEIGHBOURS = 9
 
 WHY = "the hashes of its keys collide, so that Python would need minutes for it: store them as a list"

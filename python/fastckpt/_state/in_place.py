@@ -23,11 +23,11 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
     """Move newly built values into existing containers.
 
     Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated if both are of one
-    class, and one that is at several places by the new values of each of them. A tuple is rebuilt if an item is another
+    class; a container at several places gets the new values of each place. A tuple is rebuilt if an item is another
     object. Everything else is replaced by the new value.
 
     Args:
-        given: what exists.
+        given: the existing value.
         built: the new value, which must not be used afterwards.
         exact: whether a list becomes as long as the new one, if that has no holes.
 
@@ -35,7 +35,7 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
         The replacement for ``given``: ``given`` itself if it was updated.
     """
     walk = _Update(exact=exact)
-    # A stack of its own: states may be nested deeper than Python can recurse.
+    # An explicit stack: states may be nested deeper than Python can recurse.
     stack = [walk.steps(given, built, whole=False)]
     sent = None
     while stack:
@@ -55,7 +55,7 @@ class _Update:
         self.exact = exact
 
     def steps(self, given: Any, built: Any, *, whole: bool) -> Steps:
-        """Update one value; ``whole`` if it is part of a value of a class, of which nothing else is kept."""
+        """Update one value; ``whole`` if it is part of an instance, of which nothing else is kept."""
         kind = type(built)
         if built is given:
             return given
@@ -73,8 +73,8 @@ class _Update:
         return built
 
     def mapping(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """Keys that only ``given`` has stay."""
-        kind = type(built)  # `isinstance` would ask the value
+        """Update a mapping; keys that only ``given`` has stay."""
+        kind = type(built)  # `isinstance` would call code of the value
         base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
         target, own = (built, {}) if given is _NOTHING else (given, dict(base.items(given)))
         parts = {}
@@ -96,7 +96,7 @@ class _Update:
         return target
 
     def sequence(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """Items keep their positions."""
+        """Update a sequence; items keep their positions."""
         target, own = (built, []) if given is _NOTHING else (given, list(list.__iter__(given)))
         target_items = yield from self.items(own, list(list.__iter__(built)), whole)
         list.__setitem__(target, slice(None), target_items)
@@ -124,7 +124,7 @@ class _Update:
         """The new items of a list or tuple."""
         made: list[Any] = []
         holes = False
-        # Most long lists hold nothing else: their items need not be examined one by one.
+        # Most long lists hold only these: their items need not be examined one by one.
         plain = _LEAVES.issuperset(map(type, built))
         for number, value in () if plain else enumerate(built):
             if type(value) in _LEAVES:
@@ -147,7 +147,7 @@ _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 
 
 def _arrange(base: Any, mapping: Any, like: dict[Any, Any]) -> None:
-    """Put the keys into the order of a mapping that has the same."""
+    """Put the keys into the order of another mapping with the same keys."""
     if len(mapping) == len(like) and any(map(_is_not, base.__iter__(mapping), like)):
         for key in like:
             if base is OrderedDict:

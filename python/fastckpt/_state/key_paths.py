@@ -1,4 +1,4 @@
-"""Places in a state: shown to people as Python indexes them, joined with dots for tensor names."""
+"""Places in a state: as Python subscripts in messages, joined with dots in tensor names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECIMAL = 14_000
 
 
 class KeyText:
-    """A dictionary key that is neither a string nor a number: how it looks in the file, and its name."""
+    """A dictionary key that is neither a string nor a number: its form in the file, and its name."""
 
     __slots__ = ("name", "text")
 
@@ -36,7 +36,7 @@ def step_of(key: Any) -> str:
 
 
 class Place:
-    """A place in a state, as a step from the one above, so that deep places take no more memory than shallow ones."""
+    """A place in a state, as a step from its parent, so that deep places take no more memory than shallow ones."""
 
     __slots__ = ("above", "key", "shown", "step")
 
@@ -44,7 +44,7 @@ class Place:
         self.above = above
         self.step = step
         self.key = key
-        #: Its text in a message, once that is known.
+        #: Its text in a message, once computed.
         self.shown: str | None = None if above is not None else step
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Places:
         return known
 
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
-        """The place of the current keys in ``stack``, the root first. Each frame keeps its place: its key stays.
+        """The place of the current keys in ``stack``, the root first. Each frame caches its place: its key stays.
 
         With ``depth`` it is the place at that number of frames.
         """
@@ -112,7 +112,7 @@ class Places:
         return place
 
     def known(self, stack: Sequence[Frame]) -> Place | None:
-        """The same, or None if that place was not requested. A stack is for this or for :meth:`at`."""
+        """The same, or None if that place was not requested. Use a stack for this or for :meth:`at`, not both."""
         first = len(stack) - 1
         while first and stack[first].place is None:
             first -= 1
@@ -178,7 +178,7 @@ def name_of(prefix: str, key: Any) -> str:
     return prefix[:-1] if prefix else "tensor"
 
 
-#: Names that no tensor can have, as :func:`unique` takes them.
+#: Names that no tensor can have, in the form for :func:`unique`.
 RESERVED = {"__metadata__": 1}
 
 
@@ -188,7 +188,7 @@ def unique(taken: dict[str, int], name: str) -> str:
     if count is None:
         taken[name] = 1
         return name
-    # The count makes many clashes linear; the resulting name may be another tensor's own.
+    # The count makes many clashes linear; the resulting name may already be the name of another tensor.
     while f"{name}~{count}" in taken:
         count += 1
     taken[name] = count + 1
@@ -197,5 +197,5 @@ def unique(taken: dict[str, int], name: str) -> str:
 
 
 def _digits(value: int) -> str:
-    """An integer's digits, hexadecimal where Python refuses to convert that many decimal ones."""
+    """An integer's digits, in hexadecimal if Python refuses to convert that many decimal digits."""
     return str(value) if value.bit_length() < _DECIMAL else hex(value)

@@ -1,4 +1,4 @@
-"""Removes values from a flattened state, so that it is saved as if they had not been in it."""
+"""Removes values from a flattened state, so that it is saved as if it never had them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
 
     Args:
         flat: the state, which is changed.
-        tokens: its tokens, parsed. They are not to be used afterwards.
+        tokens: its tokens, parsed. They must not be used afterwards.
         wanted: positions of tokens.
 
     Returns:
-        The new numbers of tensors by their old ones, of those that are left.
+        The new numbers of the remaining tensors by their old ones.
 
     Raises:
-        UnsupportedTypeError: something that cannot be saved is left.
+        UnsupportedTypeError: a remaining value cannot be saved.
         ValueError: nothing is left.
     """
     if not wanted:
@@ -57,7 +57,7 @@ def _keep_outer(flat: Flat, tokens: list[Token], kept: set[int]) -> None:
 
 
 def _renumber(flat: Flat, kept: list[Token]) -> dict[int, int]:
-    """Give tensors the numbers and names that they have where others are gone."""
+    """Give tensors the numbers and names that they have without the removed ones."""
     numbers: dict[int, int] = {}
     taken = dict(RESERVED)
     tensors = []

@@ -1,6 +1,6 @@
 """Registries of types beyond the plain ones, and the lookup that an operation makes in all of them.
 
-Types are found by class for saving, and by name for loading. A file can name them, and never import them.
+Types are found by class for saving, and by name for loading. A file can name types, but never causes an import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
 
-#: Asked without importing torch.
+#: This check does not import torch.
 _TORCH = frozenset(
     {
         ("torch", "Tensor"),
@@ -26,17 +26,17 @@ _TORCH = frozenset(
 
 
 class Registry:
-    """Types that one call knows, before those of :func:`fastckpt.register_type`, and how others are treated.
+    """The types for one call, which precede those of :func:`fastckpt.register_type`, and the treatment of others.
 
-    For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
+    It is for libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.
-        encode: called in a save with a value that cannot be saved; returns one that can, which is stored in its place,
+        encode: called in a save with a value that cannot be saved; returns a value that can, which is stored instead,
             or raises TypeError. (For a generator, for example: ``lambda value: list(value)``.)
         undeclared: how to load values of types that this program does not know: ``error``, or ``plain`` for their
             stored form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that
-            type, without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
+            type, without attributes; a tuple where the value must be hashable; None for a time zone), with a warning.
 
     Raises:
         TypeError: ``encode`` is not a function, or a class needs encode and decode.
@@ -84,13 +84,13 @@ class Registry:
                 ``decode``, for a class that can be stored by its structure: a named tuple, a dataclass, an enum, a
                 subclass of a built-in container, of ``str``, ``int``, ``float``, ``bytes`` or of a namespace, a tensor
                 subclass that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
-            decode: turns such a value back into an instance.
+            decode: turns the result of ``encode`` back into an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
-        ``DictConfig`` and ``ListConfig`` of omegaconf come back as plain containers where they are not declared.
+        ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers if they are not declared.
 
         Raises:
-            TypeError: ``cls`` is not a class, or does not explain itself and ``encode`` or ``decode`` cannot be called.
+            TypeError: ``cls`` is not a class, or is of no such kind and lacks a callable ``encode`` and ``decode``.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):
@@ -109,7 +109,7 @@ class Registry:
                 "and has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
             )
         known = self._by_name.get(name)
-        # A class that is defined again, as in notebooks, replaces its former self.
+        # A class that is defined again, as in notebooks, replaces its earlier definition.
         if known is not None and known.cls is not cls and name_of(known.cls) != name_of(cls):
             raise ValueError(f"register: the name {name!r} belongs to {name_of(known.cls)}: give another name")
         for former in (known, self._by_class.get(cls)):
@@ -130,7 +130,7 @@ def _on_demand(cls: type) -> Codec | None:
 
 
 def _checked_name(cls: type, given: Any) -> str:
-    """The name of a class in files: that which was given, or else its own."""
+    """The name of a class in files: the given one, or its own."""
     if given is not None and not isinstance(given, str):
         raise TypeError(f"register: the name of {cls.__qualname__} must be a string, not {given!r}")
     name: str = name_of(cls) if given is None else given
@@ -143,7 +143,7 @@ def _checked_name(cls: type, given: Any) -> str:
 
 
 def _given(cls: type, name: str, encode: Any, decode: Any) -> Codec:
-    """The codec of two functions of the user's."""
+    """The codec of two functions of the user."""
     if not callable(encode) or not callable(decode):
         raise TypeError(f"register: encode and decode of {cls.__qualname__} must both be callable")
 
@@ -168,7 +168,7 @@ def _as_it_is(value: Any) -> Encoded:
     return value, None
 
 
-#: That of :func:`fastckpt.register_type`.
+#: The registry of :func:`fastckpt.register_type`.
 PROCESS = Registry()
 
 
@@ -180,17 +180,17 @@ def check_registry(operation: str, registry: Any) -> Registry | None:
 
 
 class Types:
-    """The types that one operation knows: of its own registry, of the process, ours, and those declared to torch.
+    """The types known to one operation: from its registry, the process, fastckpt, and those declared to torch.
 
     Args:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
-        framework: ``numpy`` if torch's types are to come back in their stored form.
-        plain: whether values of unknown types come back in their stored form, whatever the registry wants.
-        on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made, where they are declared.
+        framework: ``numpy`` to return torch's types in their stored form.
+        plain: whether to return values of unknown types in their stored form, whatever the registry wants.
+        on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made if they are declared.
 
     Raises:
-        TypeError: ``registry`` is something else.
+        TypeError: ``registry`` has another type.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Types:
         self._names: dict[str, Codec | None] = {}
 
     def by_class(self, cls: type) -> Codec | None:
-        """The codec of exactly this class, if it is registered or one of ours."""
+        """The codec of exactly this class, if it is registered or built in."""
         for registry in self._registries:
             found = registry._by_class.get(cls)  # noqa: SLF001 - its own module
             if found is not None:
@@ -225,7 +225,7 @@ class Types:
         return self._names[name]
 
     def remark(self, codec: Codec) -> str | None:
-        """A warning for a user who saves a value of this type, or None: that a load may refuse it."""
+        """A warning to a user who saves a value of this type that a load may refuse it, or None."""
         cls, name = codec.cls, codec.name
         call = f"fastckpt.register_type({cls.__qualname__.rpartition('<locals>.')[2]}"
         if cls.__module__ == "__main__" and name == name_of(cls):
@@ -260,7 +260,7 @@ class Types:
 
 
 def _safe(name: str) -> Codec | None:
-    """The codec of a class that the program allows ``torch.load(weights_only=True)`` to build: it allows us, too."""
+    """The codec of a class that the program allows ``torch.load(weights_only=True)`` to build, and so fastckpt."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch

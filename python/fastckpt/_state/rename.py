@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def strip_prefix(*prefixes: str) -> Callable[[str], str]:
-    """For ``rename=`` of :func:`fastckpt.load`: take off the prefixes that wrappers of a module add to its keys.
+    """For ``rename=`` of :func:`fastckpt.load`: remove the prefixes that wrappers of a module add to its keys.
 
     Args:
-        prefixes: ``"module."`` for DDP, ``"_orig_mod."`` for ``torch.compile``, or others. Each comes off once, in
-            whatever order they stand, and never the whole key.
+        prefixes: ``"module."`` for DDP, ``"_orig_mod."`` for ``torch.compile``, or others. Each is removed once, in any
+            order, and never the whole key.
 
     Returns:
         A function that maps a key to the key without them.
@@ -83,9 +83,9 @@ class Renaming:
         return new
 
     def of(self, tokens: list[Token], *, strict: bool) -> list[Token]:
-        """A structure with other keys: as many tokens, in the same places.
+        """A structure with renamed keys: the same number of tokens, in the same places.
 
-        The encoder of an object of a registered type keeps its keys, and so do attributes; keys inside an attribute,
+        Keys made by the encoder of a registered type stay, and so do names of attributes; keys inside an attribute,
         such as the modules in a module's ``_metadata``, change with the others as long as they stay distinct.
 
         Raises:

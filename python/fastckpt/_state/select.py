@@ -1,4 +1,4 @@
-"""Well-formed structure tokens as a tree: finds the tensors in it, and the containers that lead to some."""
+"""Well-formed structure tokens as a tree: finds the tensors in it, and the containers that lead to chosen ones."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _COMPOSED = {
     "compressed": ("compressed_indices", "plain_indices", "values"),
     "quantized": ("stored", "scale", "zero_point", "axis"),
 }
-#: Tensors made of several, and those that repeat their base, which has the same place.
+#: Composed tensors, and expanded ones, whose base has the same place.
 _MADE = frozenset((*_COMPOSED, "expanded"))
 MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
-#: Those whose items have positions.
+#: Containers whose items have positions.
 _ORDERED = frozenset({"list", "tuple"})
 _HOLE = -1
 _SLICE = ("start", "stop", "step")
-#: The name of a key that only the program that saved it could name; compared by identity.
+#: The name of a key that only the saving program could name; compared by identity.
 _NAMELESS = str(object())
-#: The most characters that the names of ties may have in all, and how many more for each token (docs/format.md, section
-#: 3.4).
+#: The most characters of all names of ties, and how many more for each token (docs/format.md, section 3.4).
 _NAMES = 1 << 20
 _NAMES_OF_TOKEN = 64
 
@@ -70,7 +69,7 @@ def ends_of(tokens: list[Token]) -> list[int]:
 
 
 class Found(NamedTuple):
-    """A tensor, or a tensor made of several, in the structure."""
+    """A tensor, perhaps composed, in the structure."""
 
     position: int
     place: Place
@@ -91,10 +90,10 @@ class _Frame:
 
 
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
-    """The position of every value, composed ones before their parts, and of every tensor in a key, in order.
+    """The position of every value, composed values before their parts, and of every tensor in a key, in order.
 
-    Tensors made of several are among those. With it come the enclosing values, each with its current key, and whether
-    the tensor is in that key. Without ``items`` plain values are skipped, except those of mappings.
+    Composed tensors are included. Each comes with the enclosing values, with their current keys, and whether the tensor
+    is in that key. Without ``items`` plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -157,7 +156,7 @@ def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dic
 def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
     """Every tensor of a structure, in order, and the places of all values of mappings.
 
-    A tensor made of several comes before its parts.
+    A composed tensor comes before its parts.
     """
     found = []
     keyed = set()
@@ -175,7 +174,7 @@ def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
-    """A mapping's key that is not a plain token, as a flattened state shows it."""
+    """A mapping's key that is not a plain token, in the form of a flattened state."""
     if _tag(tokens[start]) in {"int", "float"}:
         return DECODERS[tokens[start][0]](tokens[start])
     text = ",".join(map(canonical, tokens[start:stop]))
@@ -196,7 +195,7 @@ def _plain(token: Token) -> Any:
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
     """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not determine it.
 
-    Also None if names and keys down to it have more than ``most`` characters.
+    It is also None if names and keys down to it have more than ``most`` characters.
     """
     for frame in stack:
         part = part_of(frame.key)
@@ -209,9 +208,9 @@ def _name(stack: Sequence[_Frame], most: int) -> str | None:
 def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
     """Position, number and name of each place of a tensor.
 
-    A place of a tied tensor has the name made of its key path, unless a tensor is stored under that, or the keys do not
+    A place of a tied tensor has the name of its key path, unless a tensor is stored under that, or the keys do not
     determine it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
-    has the stored name, the first has it; and so has the only place of a tensor.
+    has the stored name, the first gets it; and so does the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
@@ -252,7 +251,7 @@ def tensor_names(tokens: list[Token]) -> Iterator[tuple[int, str | None, bool]]:
 
 
 def outer_values(tokens: list[Token]) -> list[range]:
-    """The positions of each value of the outer mapping, in order; nothing where there is none."""
+    """The positions of each value of the outer mapping, in order; empty without one."""
     ends = ends_of(tokens)
     for position, stack, in_key in _walk(tokens):
         if in_key or any(frame.key is not THROUGH for frame in stack):
@@ -272,7 +271,7 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
     """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
 
     A value has the name that a tensor in its place would have. Containers are chosen by their contents, empty ones as
-    values. A value made of several (a sparse tensor, a registered object) has a name, too, and so has each part of it.
+    values. A composed value (a sparse tensor, a registered object) has a name, too, and so does each of its parts.
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
@@ -295,7 +294,7 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
 
 
 def _filled(token: Token) -> bool:
-    """Whether this is a container with something in it, or an expanded tensor, whose base has its name."""
+    """Whether this is a container that is not empty, or an expanded tensor, whose base has its name."""
     tag = _tag(token)
     if tag == "expanded":
         return True
@@ -305,7 +304,7 @@ def _filled(token: Token) -> bool:
 
 
 def _shown(key: Any) -> Any:
-    """A key; one that only the program that saved it could name is shown as in the file."""
+    """A key; one that only the saving program could name is shown as in the file."""
     return key.text if type(key) is KeyText and key.name is _NAMELESS else key
 
 
@@ -315,7 +314,7 @@ def leaves(tokens: list[Token]) -> set[int]:
 
 
 def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
-    """The positions ``wanted`` without ``unwanted``; a value made of several goes whole with one of its parts."""
+    """The positions ``wanted`` without ``unwanted``; a composed value goes whole with any of its parts."""
     left = wanted - unwanted
     ends = ends_of(tokens)
     position = 0
@@ -355,7 +354,7 @@ def _keeps_dtypes(codec: Codec | None) -> bool:
 
 
 def _is_container(token: list[Any]) -> bool:
-    """Whether items can be left out of it."""
+    """Whether items can be left out of the value."""
     tag = token[0]
     return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and is_attributed(token))
 
@@ -382,14 +381,14 @@ def prune(
 ) -> tuple[list[Token], list[int]]:
     """Keep the parents of the positions ``wanted``, which :func:`named` yields.
 
-    Containers lose every item that does not lead there; a value made of several (a sparse tensor, a registered object)
-    stays whole.
+    Containers lose every item that does not lead there; a composed value (a sparse tensor, a registered object) stays
+    whole.
 
     Args:
         tokens: the structure.
         wanted: the positions.
         hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
-        closed: from where to where in ``tokens`` it closes up all the same.
+        closed: the range of ``tokens`` in which lists close up anyway.
 
     Returns:
         The tokens left, and for each its position in ``tokens``: -1 for a hole.

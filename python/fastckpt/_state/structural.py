@@ -1,10 +1,10 @@
 """Encodes values of classes as the plain values that they consist of, and decodes them.
 
 A named tuple or a dataclass is stored as its fields and its other attributes, an enum as its name, a subclass of a
-built-in type as the plain value and its attributes, a tensor subclass as the parts that its own protocol names. Back:
-no ``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
-dataclass's defaults, the ``__set__`` of its fields that are descriptors, and an enum's own way to unknown flags
-(``_missing_``).
+built-in type as the plain value and its attributes, a tensor subclass as the parts that its own protocol names.
+Decoding runs no ``__init__`` and no other code of the class, except the ``__tensor_unflatten__`` of tensors, the
+factories of a dataclass's defaults, the ``__set__`` of fields that are descriptors, and the ``_missing_`` of an enum
+for unknown flags.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fastckpt._tensors.described import Unsupported, exact, text
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-#: The value that is stored for it, and its attributes, if it has any besides.
+#: The stored value, and further attributes, if any.
 Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
 
 
 class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the loop over the tokens adds the place
-    """A value that the class in this program cannot be built from, and why."""
+    """A value from which the class in this program cannot be built, and why."""
 
 
 class Codec(NamedTuple):
     """A class with its name in files and its two conversions.
 
-    ``decode`` takes the result of ``encode``: the value and the attributes. It raises Undecodable where the class does
-    not fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
+    ``decode`` accepts the result of ``encode``: the value and the attributes. It raises Undecodable if the class does
+    not fit, and any other error if the file is malformed. With ``spares`` a save leaves out attributes that cannot be
     stored, with a warning. With ``shallow`` its parts are not examined.
     """
 
@@ -49,7 +49,7 @@ class Codec(NamedTuple):
 
 
 def name_of(cls: type) -> str:
-    """The name of a class in files, unless it is registered under another."""
+    """The name of a class in files, unless it is registered under another name."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -81,7 +81,7 @@ def _enum(cls: Any) -> _Pair:
     is_flag = issubclass(cls, enum.Flag)
 
     def encode(value: Any) -> Encoded:
-        # The class may have a ``name`` and a ``value`` of its own.
+        # The class may define its own ``name`` and ``value``.
         return (int(value._value_) if is_flag else value._name_), None
 
     def decode(value: Any, attributes: Any) -> Any:
@@ -168,7 +168,7 @@ _HEAP = 1 << 9
 
 
 def own_dict(value: Any) -> dict[Any, Any] | None:
-    """The dictionary of an object's attributes, also where the class has a property of that name."""
+    """The dictionary of an object's attributes, even if the class has a property of that name."""
     found = _dict_slot(type(value))
     return None if found is None else found.__get__(value)
 
@@ -182,7 +182,7 @@ def _dict_slot(cls: type) -> Any:
 
 
 def _attributes(value: Any, but: Container[Any] = ()) -> dict[str, Any] | None:
-    """The attributes of an object beside its built-in value, and beside those in ``but``; None if it has none."""
+    """The attributes of an object, without its built-in value and those in ``but``; None if it has none."""
     found: dict[str, Any] = {}
     cls = type(value)
     for slot in slots_of(cls):
@@ -191,7 +191,7 @@ def _attributes(value: Any, but: Container[Any] = ()) -> dict[str, Any] | None:
                 found[slot.__name__] = slot.__get__(value)
     own = own_dict(value)
     if own is value:
-        # A dict that is its own attributes, so that its keys can be reached like these.
+        # A dict that is its own attribute dictionary, so that its keys are attributes.
         found[_ITSELF] = None
     elif own:
         found.update(_checked(cls, {name: part for name, part in own.items() if name not in but}))
@@ -210,7 +210,7 @@ def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
 
 _REMEDY = "rename it, or convert the whole with Registry(encode=)"
 _ITSELF = "__dict__"
-#: The attribute in which typing notes the parameters of a generic class: not a value that can be stored.
+#: The attribute in which typing stores the parameters of a generic class: not a value that can be stored.
 _PARAMETERS = "__orig_class__"
 
 
@@ -291,7 +291,7 @@ def _named_tuple(cls: Any) -> _Pair:
 
 
 def _struct_sequence(cls: Any) -> _Pair:
-    """Tuples with names of C, as ``torch.topk`` and ``time.localtime`` return: only their type can make them."""
+    """Named tuples from C, as from ``torch.topk`` and ``time.localtime``: only their type can make them."""
     if not issubclass(cls, tuple) or not hasattr(cls, "n_sequence_fields"):
         return None
 
@@ -326,11 +326,11 @@ def _missing(name: str) -> NoReturn:
 
 
 def _dataclass(cls: Any) -> _Pair:
-    # Only an instance that ``object`` creates can be made without code of the class.
+    # Only an instance that ``object`` creates can be made without running code of the class.
     if not hasattr(cls, "__dataclass_fields__") or _classes(cls)[-1].__base__ is not object:
         return None
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}
-    # A value cached by a property is computed anew.
+    # A value cached by a property is computed again.
     caches = {
         name for base in _classes(cls) for name, it in vars(base).items() if type(it) is functools.cached_property
     }
@@ -353,7 +353,7 @@ def _dataclass(cls: Any) -> _Pair:
 
 
 def _default_of(field: Any) -> Any:
-    """The default of a dataclass's field; MISSING where there need be none."""
+    """The default of a dataclass's field; MISSING if none is needed."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     if field.default is dataclasses.MISSING and field.init:
@@ -368,7 +368,7 @@ def _set_field(made: Any, name: str, value: Any) -> None:
         raise Undecodable(f"the field {name!r} of the class cannot be set: {error}") from error
 
 
-# Namespaces: nothing but attributes.
+# Namespaces, which have only attributes.
 
 
 def _is_namespace(cls: type) -> bool:
@@ -394,7 +394,7 @@ def _namespace(cls: Any) -> _Pair:
 
 
 def is_record(cls: Any) -> bool:
-    """Whether instances of a class are attributes that may be set, and nothing else: dataclasses and namespaces."""
+    """Whether instances of a class consist only of attributes that may be set: dataclasses and namespaces."""
     if _is_namespace(cls):
         return True
     return _dataclass(cls) is not None and not cls.__dataclass_params__.frozen
@@ -420,7 +420,7 @@ def _make_ordered(cls: Any, value: Any) -> Any:
 
 
 def _plain_dict(value: Any) -> Any:
-    # ``dict.copy`` asks a class that has an ``__iter__`` of its own.
+    # ``dict.copy`` calls the ``__iter__`` of a class that overrides it.
     return dict(dict.items(value))
 
 
@@ -508,7 +508,7 @@ def _derived(cls: Any) -> _Pair:
             raise Undecodable(f"it was saved as a {type(value).__name__}, but the class is a {base.__name__}")
         try:
             made = make(cls, value)
-        except TypeError as error:  # of a type written in C that has a way of its own
+        except TypeError as error:  # of a type written in C that has its own
             raise Undecodable(str(error)) from error
         return set_attributes(made, attributes)
 

@@ -1,6 +1,6 @@
-"""From structure tokens to a state (docs/format.md, section 4): a loop with a stack of its own.
+"""Builds a state from structure tokens (docs/format.md, section 4): a loop with an explicit stack.
 
-Tokens are hostile until this loop has read them: whatever is wrong with them is a CorruptCheckpointError.
+Tokens are untrusted until this loop has read them: any error in them is a CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Token: TypeAlias = Any
 #: Builds a value from its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The longest integer of 64 bits; fastckpt writes no longer one.
+#: The most digits of an integer of 64 bits; fastckpt writes no longer ones.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
 
 
 class Builder(Protocol):
-    """Builds the values of tokens that are not Python's own."""
+    """Builds the values of tokens for types beyond Python's own."""
 
     #: Whether values of unknown types become their stored form, which may be unhashable.
     plain: bool
@@ -55,7 +55,7 @@ class Builder(Protocol):
         """The stored form of a type with a name, and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
-        """The time zone of a date and time or of a time of day; ValueError where ``value`` is none."""
+        """The time zone of a date and time or of a time of day; ValueError if ``value`` is no time zone."""
 
 
 def parse(source: str) -> list[Token]:
@@ -92,7 +92,7 @@ _LONG = 3
 
 
 def arity(token: list[Any]) -> int:
-    """How many values follow a well-formed token as parts of it."""
+    """The number of values that follow a well-formed token as its parts."""
     tag = token[0]
     if tag in {"dict", "odict"}:
         return 2 * token[1]  # type: ignore[no-any-return]
@@ -168,7 +168,7 @@ _FINISH: dict[str, Finish] = {
 
 
 def _hashable(value: Any) -> Any:
-    """A hashable replacement for a value of an unknown type where only that can be: tuples and frozensets."""
+    """A hashable replacement for a value of an unknown type that must be hashable: tuples and frozensets."""
     kind = type(value)
     if kind in {dict, OrderedDict, defaultdict}:
         return tuple((_hashable(key), _hashable(item)) for key, item in value.items())
@@ -185,7 +185,7 @@ def _with_plain(maker: Finish, every: int) -> Finish:
         parts[skipped::every] = list(map(_hashable, parts[skipped::every]))
         try:
             return maker(parts)
-        except ValueError as error:  # the check would have refused anything but what is equal by now
+        except ValueError as error:  # the check would have refused anything except values that are equal by now
             raise CheckpointError(
                 'load: Registry(undeclared="plain"): keys or members of types that this program does not know become '
                 f"equal ({error}): declare the types, or leave these out with keys="
@@ -210,12 +210,12 @@ _SHOWN = frozenset((str, int, float, bool, bytes, type(None)))
 
 
 def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
-    """The key of the part that an open value waits for, for a place in a message."""
+    """The key of the next part of an open value, for a place in a message."""
     parts, needed, finish = frame
     if finish in _MAKE_MAPPINGS:
         if not parts or (needed - len(parts)) % 2 == 0:
             return THROUGH
-        # The ``repr`` of a key whose class is the program's is not called: no code of the built values runs.
+        # The ``repr`` of a key of the program's classes is not called: no code of the built values runs.
         kind = type(parts[-1])
         return parts[-1] if kind in _SHOWN else KeyText("", f"<{kind.__name__}>")
     return len(parts) if finish in _MAKE_SEQUENCES else THROUGH
@@ -238,7 +238,7 @@ def unflatten(tokens: Sequence[Token], builder: Builder, *, operation: str = "lo
 
     Raises:
         CorruptCheckpointError: the tokens are malformed.
-        CheckpointError: whatever else the builder raises.
+        CheckpointError: any other error of the builder.
     """
     with paused():
         return _unflatten(tokens, builder, operation)
@@ -282,7 +282,7 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
             if len(parts) == needed:
                 break
         if len(parts) != needed or stack:
-            raise ValueError("it ends too early")
+            raise ValueError("too few tokens")
         if position != len(tokens) - 1:
             raise ValueError("data follows its end")
     except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too
@@ -337,7 +337,7 @@ def _plain(token: Any) -> Any:
 
 
 def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
-    """How many parts a value has, and the function that builds it from them."""
+    """The number of parts of a value, and the function that builds it from them."""
     tag = token[0]
     maker = _FINISH.get(tag)
     if maker is not None:
@@ -365,7 +365,7 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
 
 
 def _arity(tag: Any) -> int:
-    """How many values follow a token as parts of it."""
+    """The number of values that follow a token as its parts."""
     if type(tag) is str and tag not in _ARITIES:
         raise FormatVersionError(
             f"the checkpoint has values of the kind {tag[:40]!r}, which this release does not know: upgrade fastckpt-io"

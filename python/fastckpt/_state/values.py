@@ -1,7 +1,7 @@
-"""Python's own leaf values as structure tokens, and back (docs/format.md, section 4).
+"""Encodes and decodes Python's own leaf values as structure tokens (docs/format.md, section 4).
 
-An encoder gives a token's JSON text; a decoder takes the parsed token. Decoders meet hostile tokens: whatever they
-raise of the kinds in ``MALFORMED`` means a corrupt checkpoint.
+An encoder returns a token's JSON text; a decoder accepts the parsed token. Decoders get untrusted tokens: any exception
+of the kinds in ``MALFORMED`` means a corrupt checkpoint.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MALFORMED = (
     struct.error,
 )
 
-#: Integers up to here, positive or negative, are JSON numbers.
+#: Integers up to this, positive or negative, are JSON numbers.
 EXACT = 2**53
-#: Bytes from here up are stored as a tensor.
+#: Bytes of at least this length are stored as a tensor.
 LONG_BYTES = 4096
 #: Python refuses to convert more decimal digits than this to an integer.
 _DIGITS = 4300
-# Compiled at their first use, so that an import does not pay for it.
+# Compiled at their first use, so that the import stays fast.
 _DECIMAL = r"-?[0-9]{1,4300}"
 _HEX = r"-?0x[0-9a-f]+"
 _PAIR = r"[\ud800-\udbff][\udc00-\udfff]"
@@ -65,7 +65,7 @@ FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 def encode_text(value: str) -> str:
-    """A text as JSON. Two surrogates that form one character are not two in JSON, and would come back as that one."""
+    """A string as JSON. Two surrogates that form one character would be decoded from JSON as that character."""
     if not value.isascii() and re.search(_PAIR, value) is not None:
         raise Unsupported("a string with a surrogate pair cannot be stored: store the character that the pair encodes")
     return quote(value)
@@ -130,7 +130,7 @@ def _path(kind: str) -> Callable[[Any], str]:
 
 
 def path_encoder(kind: type) -> Callable[[Any], str] | None:
-    """The encoder of a type of path, or None. A state can hold one only where pathlib has been imported."""
+    """The encoder of a type of path, or None. A state can hold a path only if pathlib has been imported."""
     module: Any = sys.modules.get("pathlib")
     if module is None:
         return None
@@ -203,7 +203,7 @@ def _decode_range(token: list[Any]) -> range:
 
 
 def decode_short_bytes(token: list[Any]) -> bytes:
-    """What :func:`short_bytes` wrote."""
+    """Decode the result of :func:`short_bytes`."""
     encoded = _argument(token)
     if len(text(encoded)) % 4 or re.fullmatch(_BASE64, encoded) is None:
         raise ValueError("not base64")
@@ -254,7 +254,7 @@ DECODERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def zone(value: Any) -> dt.tzinfo | None:
-    """``value``, which must be a time zone (of whatever type, where one is registered) or None."""
+    """``value``, which must be a time zone (of any type, if it is registered) or None."""
     # Not isinstance, which calls code of the value.
     kind: type = type(value)
     if value is not None and not issubclass(kind, dt.tzinfo):

@@ -23,10 +23,10 @@ _AT_ONCE = 16
 
 
 def list_checkpoints(url: str) -> list[ListedCheckpoint]:
-    """The checkpoints right below ``url``, by name.
+    """The checkpoints directly below ``url``, by name.
 
     Raises:
-        FileNotFoundError: there is nothing below it.
+        FileNotFoundError: nothing is below it.
     """
     objects = Objects.at("list", url)
     folders, here = objects.children()
@@ -56,14 +56,14 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
 
 
 def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = False) -> list[str]:
-    """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
+    """Remove the checkpoint at ``url``: first its manifest, which ends the checkpoint; then the rest.
 
-    What a removal or a copy that was killed left is removed as well, with a manifest or without one: such objects are
-    known by the sums that fastckpt notes with them.
+    Objects of a killed removal or copy are removed as well, with or without a manifest: they are recognised by the
+    checksums that fastckpt stores with them.
 
     Args:
         url: the checkpoint's URL.
-        force: also remove other objects right below it.
+        force: also remove other objects directly below it.
         files: names of further objects that belong to it.
         leave: let other objects stay, instead of refusing.
 
@@ -71,15 +71,15 @@ def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = 
         The names of the objects that remain.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        OSError: with ENOTEMPTY, it is not a checkpoint, or holds what must stay; nothing was removed.
+        FileNotFoundError: nothing is there.
+        OSError: with ENOTEMPTY, it is not a checkpoint, or holds other objects; nothing was removed.
     """
     objects = Objects.at("remove", url)
     names = objects.sizes()
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: nothing is there", url)
     foreign = strangers({file_of(name) for name in names}, files, None)
-    # The folder of a save has a copy of its own, whatever else was uploaded beside it.
+    # The folder of a save has its own copy, whatever else was uploaded beside it.
     strange = [name for name in names if file_of(name) in foreign and not name.endswith(f"/{TORCH_METADATA}")]
     deep = [name for name in strange if "/" in file_of(name)]
     why = None
@@ -99,10 +99,10 @@ def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = 
 
 
 def remove_leftovers(objects: Objects) -> int:
-    """Remove what interrupted copies left at a URL; a checkpoint that is there stays, and so does what others brought.
+    """Remove what interrupted copies left at a URL; a checkpoint stays, and so do objects of other programs.
 
     Returns:
-        How many objects it was.
+        The number of removed objects.
     """
     try:
         manifest = objects.read_all(MANIFEST, MAX_MANIFEST)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .objects import Objects
 
 
-#: How many names a message lists.
+#: The most names in a message.
 _SHOWN = 5
 
 
 class StoredFiles:
     """The objects of a checkpoint; see ``_core.Store`` and :class:`fastckpt._portable.files.Files`."""
 
-    #: A request waits for the network rather than for a processor.
+    #: A request waits for the network, not for a processor.
     threads = 16
     straight = 1 << 20
     why = "object store"
@@ -38,7 +38,7 @@ class StoredFiles:
     def __init__(self, objects: Objects) -> None:
         self.path = objects.url
         self._objects = objects
-        #: The beginning of the manifest that was read first: even if it is replaced, these are the files of that save.
+        #: The beginning of the first manifest that was read: even if it is replaced, these are the files of that save.
         self._seal: bytes | None = None
         self._layout: Layout | None = None
         self._lock = Lock()
@@ -48,7 +48,7 @@ class StoredFiles:
         return f"{self.path}/{name if self._layout is None else self._layout.name_of(name)}"
 
     def check(self) -> None:
-        """Nothing yet: to read the manifest shows it."""
+        """Do nothing: reading the manifest checks it."""
 
     def manifest(self, most: int | None = None) -> bytes:
         """See :class:`Files`."""
@@ -81,16 +81,16 @@ class StoredFiles:
         return None if found is None else found.nbytes
 
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, Any]:
-        """``nbytes`` of a file from ``start`` on, by one request; fewer where it ends before.
+        """``nbytes`` of a file from ``start`` on, by one request; fewer if it ends before.
 
         Returns:
-            Their address, their number, and what keeps them there.
+            Their address, their number, and the object that keeps them alive.
         """
         data = self.array(name, start, nbytes)
         return address_of(data), len(data), data
 
     def array(self, name: str, start: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The same as an array, which cannot be written to."""
+        """The same as a read-only array."""
         found = self._objects.read(self._listed().name_of(name), start, nbytes)
         return np.frombuffer(found, np.uint8) if len(found) else np.empty(0, np.uint8)
 
@@ -124,9 +124,9 @@ class StoredFile:
     def read_at(self, offset: int, to: Any) -> int:
         """See :class:`File`."""
         data = self._files.array(self._name, offset, len(to))
-        # numpy lets other threads run meanwhile.
+        # numpy releases the GIL.
         np.copyto(np.frombuffer(to, np.uint8)[: len(data)], data)
         return len(data)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

@@ -1,8 +1,8 @@
 """Where the objects of a checkpoint are below its URL (docs/stores.md).
 
-The manifest lies right below. The other files lie in a folder whose name is the manifest's own checksum: no other save
-has it, so a save that replaces another one touches none of its objects, and the manifest decides alone which of the two
-is there. What another tool has brought as it lies in a directory, right below the URL, is read as well.
+The manifest is directly below the URL. The other files are in a folder named after the manifest's checksum, which no
+other save has. So a save that replaces another one touches none of its objects, and only the manifest decides which of
+the two exists. Files that another tool uploaded directly below the URL, as in a directory, are read as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .objects import Objects
 
-# A folder with a manifest in it is not the folder of a save, but a checkpoint.
+# A folder with a manifest is not the folder of a save, but a checkpoint.
 _in_folder = re.compile(rf"[0-9a-f]{{16}}/(?!{re.escape(MANIFEST)}$)(.+)", re.DOTALL).fullmatch
 #: The number of concurrent requests that look up objects.
 _LOOKS = 32
@@ -33,12 +33,12 @@ class Stored(NamedTuple):
 
 
 def folder_of(manifest: bytes) -> str:
-    """The folder of a save, by the beginning of its manifest; empty where that is damaged."""
+    """The folder of a save, by the beginning of its manifest; empty if that is damaged."""
     return own_checksum(manifest) or ""
 
 
 def file_of(name: str) -> str:
-    """The file that an object of this name would be in its checkpoint, whichever that is."""
+    """The file of an object of this name in its checkpoint."""
     found = _in_folder(name)
     return found[1] if found else name
 
@@ -71,7 +71,7 @@ class Layout:
 
 
 def sums_of(objects: Objects, names: Iterable[str]) -> dict[str, str | None]:
-    """The sum that fastckpt has noted with each of these objects; None for one without, and for one that has gone."""
+    """The checksum that fastckpt stored with each of these objects; None if there is none, or the object is gone."""
 
     def look(name: str) -> str | None:
         try:
@@ -85,14 +85,14 @@ def sums_of(objects: Objects, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[str]:
-    """Those of the objects that fastckpt has brought for another save than the one with this manifest.
+    """The objects that fastckpt uploaded for another save than the one with this manifest.
 
-    An earlier save left them, or a copy that was cut short. What others have brought has no sum noted with it.
+    An earlier save or an interrupted copy left them. Objects of other programs have no checksum stored with them.
 
     Args:
-        objects: what lies below the URL of the checkpoint.
+        objects: the objects below the URL of the checkpoint.
         names: its objects.
-        manifest: that of the save that stays; empty where none does.
+        manifest: that of the save that stays; empty if none does.
     """
     folder = folder_of(manifest)
     others = [name for name in names if (_in_folder(name) and name[:16] != folder) or not manifest]

@@ -16,22 +16,22 @@ import numpy as np
 
 _T = TypeVar("_T")
 
-#: Bytes of one request: enough to make its latency small beside its transfer, and little to send again.
+#: Bytes of one request: enough that its latency is small beside its transfer, and few to send again.
 PART = 8 << 20
 #: Up to this size an object is written by one request.
 WHOLE = 2 * PART
 #: Parts of one object that are sent at the same time.
 _AT_ONCE = 8
-#: Parts that an object may have: S3 allows 10,000.
+#: The most parts of an object: S3 allows 10,000.
 _MOST_PARTS = 9_000
 
-#: A part may take long over a slow, shared line; a server that does not answer is noticed soon.
+#: A part may take long over a slow, shared network; a server that does not answer is noticed soon.
 _CLIENT = {"connect_timeout": "5 seconds", "read_timeout": "120 seconds", "timeout": "600 seconds"}
-#: About three seconds where a server refuses, half a minute where none answers.
+#: About three seconds if a server refuses, half a minute if none answers.
 _RETRY = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 #: The prefixes of each store's environment variables.
 _PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-#: The options of connections that the environment may set, after that prefix and in capitals.
+#: The connection options that the environment may set, after that prefix and in capitals.
 _OPTIONS = (
     "allow_http",
     "allow_invalid_certificates",
@@ -71,7 +71,7 @@ class Version(NamedTuple):
 
     Attributes:
         content: its bytes.
-        tag: what the store calls this content, to have it compared; empty where it has no name for it.
+        tag: the store's name of this content, for comparisons; empty if it has none.
     """
 
     content: bytes
@@ -81,11 +81,11 @@ class Version(NamedTuple):
 class Objects:
     """The objects whose names begin with one URL and a slash.
 
-    A name is a relative one, with slashes for those further below. All methods may be called by several threads.
+    Names are relative, with slashes for lower levels. Several threads may call all methods.
 
-    Each raises FileNotFoundError for what is not there, PermissionError where the store refuses, and another OSError
-    for all else that goes wrong; each names the operation, the URL and the cause. RuntimeError in a process that was
-    forked from one that had used a store: the threads of the store's client are not in it.
+    Each raises FileNotFoundError for a missing object, PermissionError if the store refuses, and another OSError for
+    any other failure; each names the operation, the URL and the cause. RuntimeError in a process that was forked from
+    one that had used a store: the threads of the store's client are missing there.
 
     Attributes:
         url: the URL, normalised, with no slash at the end.
@@ -103,15 +103,15 @@ class Objects:
     def at(cls, operation: str, url: str) -> Objects:
         """The objects below ``url``, which :func:`fastckpt._stores.urls.place_of` has checked.
 
-        Endpoint and credentials come from the environment (docs/stores.md). Nothing is sent yet.
+        Endpoint and credentials come from the environment (docs/stores.md). This sends nothing.
 
         Args:
-            operation: what is to be done, for messages.
+            operation: the name of the operation, for messages.
             url: the URL above the objects.
 
         Raises:
             ImportError: the package obstore is missing.
-            ValueError: the environment says too little, or what the client does not understand.
+            ValueError: the environment is incomplete, or the client does not understand it.
         """
         try:
             import obstore.store as stores  # noqa: PLC0415 - an extra, and 40 ms of import
@@ -124,7 +124,7 @@ class Objects:
         if scheme == "memory":
             with _lock:
                 return cls(url, _memories.setdefault(root, stores.MemoryStore()))
-        # A client that is given options reads none from the environment.
+        # A client with options reads none from the environment.
         said = {name: os.environ.get(f"{_PREFIX[scheme]}_{name.upper()}") for name in _OPTIONS}
         client = {**_CLIENT, **{name: text for name, text in said.items() if text}}
         more = {}
@@ -141,9 +141,9 @@ class Objects:
         return Objects(f"{self.url}/{name}", self._store)
 
     def children(self) -> tuple[list[str], dict[str, int]]:
-        """One level: the names below which there are objects, and the objects here with their sizes in bytes; sorted.
+        """One level, sorted: the names that have objects below them, and the objects here with their sizes in bytes.
 
-        Both are empty where there is nothing.
+        Both are empty if nothing is there.
         """
         import obstore  # noqa: PLC0415
 
@@ -166,7 +166,7 @@ class Objects:
         return size
 
     def sum_of(self, name: str) -> str | None:
-        """The CRC-64/NVME that :meth:`write` noted with an object, as 16 hexadecimal digits; None if none is noted."""
+        """The CRC-64/NVME that :meth:`write` stored with an object, as 16 hexadecimal digits; None if there is none."""
         import obstore  # noqa: PLC0415
 
         options: Any = {"head": True}
@@ -177,7 +177,7 @@ class Objects:
         return None if found is None else str(found)
 
     def read(self, name: str, start: int, length: int) -> Any:
-        """``length`` bytes of an object from ``start`` on, as a buffer; fewer where the object ends before."""
+        """``length`` bytes of an object from ``start`` on, as a buffer; fewer if the object ends before."""
         import obstore  # noqa: PLC0415
 
         def get() -> Any:
@@ -202,7 +202,7 @@ class Objects:
         return self.read_version(name, most).content
 
     def read_version(self, name: str, most: int) -> Version:
-        """A whole object in one request, and what :meth:`replace` tells it by.
+        """A whole object in one request, with the tag that :meth:`replace` needs.
 
         Raises:
             OSError: with EFBIG, it has more than ``most`` bytes.
@@ -224,7 +224,7 @@ class Objects:
 
         Args:
             name: the object.
-            ranges: where each begins in the object, and its memory: writable, contiguous bytes.
+            ranges: the start of each in the object, and its memory: writable, contiguous bytes.
 
         Raises:
             OSError: with EIO, a range reaches beyond the end of the object.
@@ -251,17 +251,17 @@ class Objects:
                     pass
 
     def write(self, name: str, chunks: Iterable[Any], size: int, crc: str | None) -> None:
-        """Make an object of ``chunks``, in the place of one of this name; it is there when it is whole, and not before.
+        """Make an object from ``chunks``, replacing one of this name; it exists only once it is whole.
 
-        S3 gets the CRC-64/NVME of what it is sent, compares it, and keeps it.
+        S3 gets the CRC-64/NVME of the sent bytes, checks it, and stores it.
 
         Args:
             name: the object.
-            chunks: its content, one buffer after another. None is looked at after the next is asked for. What they
-                raise is raised here, and the object is not made.
+            chunks: its content, one buffer after another. None is used after the next is requested. Their errors are
+                raised here, and the object is not made.
             size: bytes in all.
-            crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be noted with the object for
-                :meth:`sum_of`; it is not compared here. None for none.
+            crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be stored with the object for
+                :meth:`sum_of`; it is not checked here. None for none.
 
         Raises:
             ValueError: there are more or fewer bytes than ``size``; the object is not made.
@@ -289,18 +289,18 @@ class Objects:
             raise
 
     def replace(self, name: str, content: bytes, crc: str, before: Version | None) -> None:
-        """Make an object of ``content`` by one request, if what is there is still ``before``; None for nothing.
+        """Make an object from ``content`` by one request, if the current one is still ``before``; None: if none exists.
 
-        The store compares and writes in one step. One that cannot do that is asked for what is there first.
+        The store compares and writes in one step. If a store cannot do that, the object is first read.
 
         Args:
             name: the object.
             content: its bytes.
             crc: their CRC-64/NVME, as for :meth:`write`.
-            before: what :meth:`read_version` found there.
+            before: the result of :meth:`read_version`.
 
         Raises:
-            FileExistsError: something else is there, or nothing any more; nothing was changed.
+            FileExistsError: the object has changed or is gone; nothing was changed.
         """
         import obstore  # noqa: PLC0415
 
@@ -362,7 +362,7 @@ class Objects:
             try:
                 obstore.delete(self._store, keys)
             except FileNotFoundError:
-                # Some stores report it, and then the result of the other requests is unknown.
+                # Some stores report a missing object, and then the results of the other requests are unknown.
                 each()
 
         if keys:
@@ -380,7 +380,7 @@ class Objects:
         }
 
     def _try(self, what: str, name: str, do: Callable[[], _T]) -> _T:
-        """Do it; errors become those of the operating system."""
+        """Do a request; errors become those of the operating system."""
         global _process  # noqa: PLW0603 - of this process, whatever stores it uses
         if _process is None:
             _process = os.getpid()
@@ -402,7 +402,7 @@ class Objects:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self._error(what, name, errno.EACCES, _said(error)) from None
         except OSError as error:
-            if error.filename is not None:  # it has all words
+            if error.filename is not None:  # it has the complete message
                 raise
             raise self._error(what, name, error.errno or errno.EIO, error.strerror or _said(error)) from None
         except (exceptions.BaseError, ValueError) as error:
@@ -417,7 +417,7 @@ class Objects:
 
 
 def _said(error: BaseException) -> str:
-    """What an error of the client says, in one line, without what it looks like inside, signatures and passwords."""
+    """The message of a client's error, in one line, without internals, signatures and passwords."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     if "builder error" in text:
         text += " (for an http:// endpoint set AWS_ALLOW_HTTP=true)"
@@ -425,7 +425,7 @@ def _said(error: BaseException) -> str:
 
 
 def _number(said: str) -> int:
-    """The number of an error that the client has no class for, as it has none for listings."""
+    """The number of an error for which the client has no class, as for listings."""
     if "NoSuchBucket" in said:
         return errno.ENOENT
     if _unknown.search(said):
@@ -438,7 +438,7 @@ def _repacked(
 ) -> Iterator[memoryview]:
     """The bytes of ``chunks`` in pieces of ``part`` bytes, of which the last may have fewer.
 
-    The client reads on while it sends: each piece has its own memory.
+    The client reads ahead while it sends: each piece has its own memory.
     """
     done = 0
     try:
@@ -447,7 +447,7 @@ def _repacked(
             data = np.frombuffer(chunk, np.uint8) if memoryview(chunk).nbytes else np.empty(0, np.uint8)
             done += len(data)
             if done > size:
-                raise ValueError(f"{what}: there are more than the {size} bytes announced")  # noqa: TRY301
+                raise ValueError(f"{what}: it has more than the {size} bytes announced")  # noqa: TRY301
             while len(data):
                 taken = data[: len(piece) - filled]
                 piece[filled : filled + len(taken)] = taken

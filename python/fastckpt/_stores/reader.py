@@ -7,22 +7,22 @@ from fastckpt._paths import is_url
 
 
 def open_reader(operation: str, place: str, *, keep: bool = False, manifest: bytes | None = None) -> _core.Reader:
-    """Open the checkpoint at ``place``, as :func:`fastckpt._stores.urls.place_of` has it.
+    """Open the checkpoint at ``place``, a result of :func:`fastckpt._stores.urls.place_of`.
 
     Args:
-        operation: what is to be done, for messages.
+        operation: the name of the operation, for messages.
         place: the checkpoint's directory or URL.
-        keep: whether its shards stay open, as ``_core.Reader`` has it; objects cannot.
+        keep: whether its shards stay open, as for ``_core.Reader``; objects cannot.
         manifest: its manifest, if another process has read it.
 
     Raises:
         ImportError: ``place`` is a URL, and the package obstore is missing.
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: nothing is there.
         CorruptCheckpointError: the manifest is damaged.
     """
     files = None
     if is_url(place):
-        # For a URL alone: the client is an extra.
+        # Only for a URL: the client is an optional package.
         from .files import StoredFiles  # noqa: PLC0415
         from .objects import Objects  # noqa: PLC0415
 

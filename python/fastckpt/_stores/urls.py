@@ -1,4 +1,4 @@
-"""Tells URLs of object stores from paths, and checks them."""
+"""Distinguishes URLs of object stores from paths, and checks them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from fastckpt._paths import AnyPath, is_url, text_of
 
-#: How the URL of each store begins. ``file`` is a path.
+#: The schemes of the URLs of each store. ``file`` is a path.
 SCHEMES = ("s3", "gs", "az", "memory")
 
 # A pathlib.Path has folded two slashes into one.
@@ -19,11 +19,11 @@ _LOCAL = "localhost/"
 def place_of(operation: str, path: AnyPath) -> str:
     """``path`` as an absolute path of this machine, or as the normalised URL of an object store.
 
-    A URL comes back with its scheme in lower case, two slashes, and none at the end; ``file://`` as a path.
+    The result for a URL has its scheme in lower case, two slashes, and none at the end; for ``file://`` it is a path.
 
     Raises:
         TypeError: it is neither str, bytes nor os.PathLike.
-        ValueError: it is empty, or a URL that names no store, or of a store that is not known here.
+        ValueError: it is empty, or a URL that names no store or an unknown store.
     """
     text = text_of(operation, path)
     if not is_url(text):

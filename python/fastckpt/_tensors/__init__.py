@@ -1,1 +1,1 @@
-"""Where the bytes of tensors are, and how they are copied: torch, numpy, host memory, devices."""
+"""Locates and copies the bytes of tensors: torch, numpy, host memory, devices."""

@@ -1,4 +1,4 @@
-"""Elements that change their dtype on their way in."""
+"""Casts elements during a load."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     #: Converts elements of one dtype to another; neither need be aligned.
     Convert = Callable[[Bytes, Bytes], None]
 
-#: Elements that are converted at a time on their way to a mover: as many as fit the processor's caches.
+#: Elements that are converted at a time before they go to a mover: as many as fit the CPU caches.
 _PIECE = 1 << 17
 
 
 class Cast:
-    """A mover that takes the bytes of a stored tensor and converts its elements.
+    """A mover that receives the bytes of a stored tensor and converts its elements.
 
     Args:
         convert: converts stored elements to the wanted ones.
-        sizes: bytes of a stored element, and of one that is wanted.
+        sizes: bytes of a stored element, and of a converted one.
         address: contiguous memory for all elements, or 0.
-        mover: takes the converted elements if there is no address.
+        mover: receives the converted elements if there is no address.
     """
 
     def __init__(self, convert: Convert, sizes: tuple[int, int], address: int, mover: Mover | None) -> None:
@@ -36,8 +36,8 @@ class Cast:
         self._convert = convert
         self._from, self._to = sizes
         self._address = address
-        #: The bytes of each element that a block's edge cuts, and which of them have arrived. They are kept, so that a
-        #: part may arrive again.
+        #: The bytes of each element that a block boundary cuts, and which of them have arrived. They are kept, so that
+        #: a part may arrive again.
         self._cut: dict[int, tuple[Bytes, Bytes]] = {}
         self._lock = Lock()
 
@@ -53,11 +53,11 @@ class Cast:
         """Convert the whole elements of a range, which may cut some.
 
         Args:
-            start: where the range begins in the stored tensor.
+            start: the offset of the range in the stored tensor.
             address: its place in memory.
             nbytes: its size.
-            move: without an address, called with converted elements, in memory of their own, and the byte of the
-                converted tensor that they begin at.
+            move: without an address, called with converted elements, in separate memory, and their offset in the
+                converted tensor.
         """
         data = _memory.at(address, nbytes)
         size = self._from
@@ -74,7 +74,7 @@ class Cast:
             self._part(last, 0, data[tail:], move)
 
     def _part(self, element: int, offset: int, data: Bytes, move: Callable[[int, Bytes], None]) -> None:
-        """A part of one element, which is converted when all of it has arrived. Two threads may have the two halves."""
+        """A part of one element, which is converted when all of it has arrived. Two threads may each bring half."""
         with self._lock:
             known = self._cut.get(element)
             if known is None:

@@ -1,4 +1,4 @@
-"""Elements that change their dtype on their way out."""
+"""Casts elements during a save."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ if TYPE_CHECKING:
     from .memory import Bytes, Mover
     from .pieces import Index
 
-#: Elements that are converted at a time: as many as fit the processor's caches, and as torch copies in the calling
-#: thread.
+#: Elements that are converted at a time: as many as fit the CPU caches, and as torch copies in the calling thread.
 _PIECE = 30 << 10
 
 
 class Loss:
-    """Whether a cast found numbers beyond the range of the new dtype. Any thread may note it."""
+    """Whether a cast found numbers beyond the range of the new dtype. Any thread may record it."""
 
     __slots__ = ("_flags", "_is_certain")
 
     def __init__(self) -> None:
         self._is_certain = False
-        #: Of one element each, on a device: whether a part had such numbers.
+        #: Tensors of one element on a device: whether a part had these numbers.
         self._flags: list[Any] = []
 
     def note(self, found: bool) -> None:  # noqa: FBT001 - the one thing it says
-        """Such numbers were found, or not."""
+        """Record whether numbers out of range were found."""
         if found:
             self._is_certain = True
 
     def note_flag(self, flag: Any) -> None:
-        """A device will know."""
+        """Record a flag that a device will set."""
         self._flags.append(flag)
 
     def happened(self) -> bool:
-        """Whether any was found; to be asked once all copies have ended."""
+        """Whether any was found; call it after all copies have ended."""
         flags, self._flags = self._flags, []
         for flag in flags:
             self.note(bool(flag))
@@ -53,11 +52,11 @@ class Loss:
 
 
 class Recast(NamedTuple):
-    """A tensor that is stored in another dtype.
+    """A tensor that is stored with another dtype.
 
     Attributes:
         dtype: the name in the file.
-        logical: the name that the user sees, where that is another.
+        logical: the name that the user sees, if it differs.
         size: bytes of an element.
         mover: copies the elements.
         loss: notes what is lost.
@@ -70,7 +69,7 @@ class Recast(NamedTuple):
     loss: Loss
 
     def of(self, tensor: Tensor, count: int) -> Tensor:
-        """A tensor of this dtype with ``count`` elements here."""
+        """A cast to this dtype of a tensor with ``count`` elements here."""
         shape: Sequence[int] = tensor.shape if tensor.logical is None else tensor.logical[1]
         capacity = count * self.size
         if self.logical is None:
@@ -116,7 +115,7 @@ class CastDownload(_device.Download):
         torch: the module.
         value: the tensor.
         dtype: a ``torch.dtype``.
-        lost: whether a part has numbers that the dtype does not reach, as a tensor of one element; None if none can.
+        lost: whether a part has numbers outside the dtype's range, as a tensor of one element; None if none can.
         loss: notes what is lost.
     """
 
@@ -125,7 +124,7 @@ class CastDownload(_device.Download):
     def __init__(
         self, torch: ModuleType, value: Any, dtype: Any, lost: Callable[[Any], Any] | None, loss: Loss
     ) -> None:
-        # Not the conversion of the class above: no bytes of this tensor are stored as they are in memory.
+        # Not the conversion of the base class: no bytes of this tensor are stored as they are in memory.
         self.torch = torch
         self.raw = value
         self.flip = None
@@ -146,7 +145,7 @@ class CastDownload(_device.Download):
 
 
 def recast_array(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Recast:
-    """An array in another floating-point dtype of numpy's own."""
+    """Cast an array to another of numpy's own floating-point dtypes."""
     high = float(np.finfo(dtype).max)
     kind = array.dtype.kind
     narrows = kind != "b" and bool((np.finfo if kind == "f" else np.iinfo)(array.dtype).max > high)
@@ -164,7 +163,7 @@ def recast_array(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Recast:
 
 
 def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical: str | None) -> Recast:
-    """A tensor of torch's in another floating-point dtype, which is converted where it is.
+    """Cast a torch tensor to another floating-point dtype, on its device.
 
     Args:
         torch: the module.
@@ -196,7 +195,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
 @functools.cache
 def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
     """Detects numbers in a part of a tensor beyond the range of ``target``; None if there can be none."""
-    # If it is refused, then here; and not every dtype has infinities.
+    # A refused cast fails here; and not every dtype has infinities.
     keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
     torch.zeros(1, dtype=source).to(target)
     if source is torch.bool:

@@ -29,7 +29,7 @@ class Part:
 
 
 class Through:
-    """A step that leaves no trace: from a registered object to what encodes it, from an expanded tensor to its base."""
+    """A step that leaves no trace: from a registered object to its encoding, from an expanded tensor to its base."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class OwnPart(NamedTuple):
         spread: the number of its spread, from 1 on.
         memory: the local tensor.
         nbytes: the size of that.
-        whole: the DTensor that it belongs to, if it does: torch counts changes on either of the two.
+        whole: its DTensor, if any: torch counts changes on either of the two.
     """
 
     spread: int
@@ -56,8 +56,8 @@ class OwnPart(NamedTuple):
 class Stored(NamedTuple):
     """One tensor to store.
 
-    The token is ``head``, its number, ``tail``. Two with an equal ``tie`` are one. ``address`` is 0 if ``mover`` copies
-    the bytes. For one that is spread over ranks, address and mover are those of ``local``.
+    The token is ``head``, its number, ``tail``. Two tensors with an equal ``tie`` are one. ``address`` is 0 if
+    ``mover`` copies the bytes. If the tensor is spread over ranks, address and mover are those of ``local``.
     """
 
     tie: Any
@@ -72,9 +72,9 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor as the core takes it: ``address`` has ``capacity`` contiguous bytes, or is 0 if a mover copies them.
+    """A tensor in the core's form: ``address`` has ``capacity`` contiguous bytes, or is 0 if a mover copies them.
 
-    ``dtype`` and ``shape`` are those stored; ``logical`` are those that the user sees, where they differ.
+    ``dtype`` and ``shape`` are the stored ones; ``logical`` are those that the user sees, if they differ.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Tensor(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A value of several: its token, then its children with their keys; ``keyed`` when the keys are tokens too."""
+    """A composed value: its token, then its children with their keys; ``keyed`` if the keys are tokens, too."""
 
     token: str
     children: Iterable[tuple[Any, Any]]
@@ -98,14 +98,14 @@ Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
 
 
 class Expansion(NamedTuple):
-    """An array with steps of 0: the index that takes its base, and the token before that."""
+    """An array with strides of 0: the index that gives its base, and the token before that."""
 
     base: tuple[slice, ...]
     token: str
 
 
 def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expansion | None:
-    """How an array of these sizes and strides expands a base; None if each step of it leads to another element."""
+    """How an array of these sizes and strides expands a base; None if every stride leads to another element."""
     repeats = [size > 1 and not step for size, step in zip(sizes, strides, strict=True)]
     if not any(repeats):
         return None
@@ -114,14 +114,14 @@ def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expan
 
 
 def steps(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides, as far as they lead anywhere: the base of an expanded array may have others than an equal array."""
+    """The strides that matter: the base of an expanded array may have other strides than an equal array."""
     if 1 not in sizes:
         return tuple(strides)
     return tuple(step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True))
 
 
 def expanded_sizes(value: Any, base: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """``value`` as the sizes to which an array of the sizes ``base`` can be expanded; ValueError where it cannot."""
+    """``value`` as the sizes to which an array of the sizes ``base`` can be expanded; ValueError if it cannot."""
     sizes = integers(value, len(base))
     if any(size < 1 or size != own != 1 for size, own in zip(sizes, base, strict=True)):
         raise ValueError(f"sizes {list(base)} cannot be expanded to {sizes}")
@@ -131,7 +131,7 @@ def expanded_sizes(value: Any, base: Sequence[int], itemsize: int) -> tuple[int,
 
 
 def integers(value: Any, size: int | None = None) -> list[int]:
-    """``value`` as a list of integers (no booleans), of ``size`` members where given."""
+    """``value`` as a list of integers (no booleans), of ``size`` members if given."""
     if type(value) is not list or any(type(item) is not int or not _LEAST <= item < -_LEAST for item in value):
         raise ValueError("not a list of integers of 64 bits")
     if size is not None and len(value) != size:
@@ -147,7 +147,7 @@ def members(value: Any, *names: str) -> list[Any]:
 
 
 def exact(value: Any, kind: Any, size: int | None = None) -> Any:
-    """``value``, which must be of exactly this built-in type, and of that size where one is given."""
+    """``value``, which must be of exactly this built-in type, and of that size if given."""
     if type(value) is not kind or (size is not None and len(value) != size):
         raise ValueError(f"not a {kind.__name__}" + ("" if size is None else f" of {size}"))
     return value

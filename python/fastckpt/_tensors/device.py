@@ -1,20 +1,20 @@
-"""Tensors of other devices, and their copies from and to host memory, in streams of our own.
+"""Tensors on devices, and their copies from and to host memory, in separate streams.
 
-No copy is waited for before the next one is requested: one operation requests many from a stream, with one event behind
-them all. The following relies on CUDA's guarantees, and holds for every device whose module in torch has ``Stream`` and
-``Event``; a device without them is waited for with ``synchronize``.
+Copies are requested without waiting for the previous one: an operation requests many from a stream, with one event
+after all of them. The following relies on CUDA's guarantees, and holds for every device whose module in torch has
+``Stream`` and ``Event``; for other devices, ``synchronize`` waits.
 
-- A stream does one thing after the other. A stream of ours first waits for an event that the caller's stream has
-  reached (``ready``), so a copy finds what that stream was asked to compute.
-- Temporary memory on the device is allocated while our stream is the current one, so torch's allocator counts it as
-  that stream's, and gives it, once it is freed, only to what the same stream is asked for later. So it may be freed
-  as soon as its copy has been asked for. Expandable segments change where such memory lies, not whose it is.
-- A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part
-  is done: from the device with the whole copy, and to the device when the bytes have left the host's memory. That is
-  right, only slower.
-- A copy may not reach over the border of a registered range: :mod:`.pinned` knows where to cut.
+- A stream executes its work in order. Our stream first waits for an event in the caller's stream (``ready``), so a copy
+  sees the results of the work in that stream.
+- Temporary memory on the device is allocated while our stream is the current one. So torch's allocator assigns it to
+  that stream, and after it is freed reuses it only for later work of the same stream. So it may be freed as soon as its
+  copy has been requested. Expandable segments change the address of this memory, not its stream.
+- A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part is
+  done: from the device after the whole copy, and to the device when the bytes have left host memory. That is correct,
+  only slower.
+- A copy may not cross the border of a registered range: :mod:`.pinned` cuts it there.
 
-This file does not import torch: :mod:`.torch` hands it over.
+This file does not import torch: :mod:`.torch` passes it in.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     from .memory import Bytes
 
-    #: ``(data, start)``: changes the signs in bytes of a tensor that begin at its logical byte ``start``.
+    #: ``(data, start)``: changes the signs in bytes of a tensor from its logical byte ``start`` on.
     Flip = Callable[[Bytes, int], None]
 
 T = TypeVar("T")
 
-#: Bytes of temporary memory on a device for one copy, at most. A multiple of every element's size.
+#: The most bytes of temporary memory on a device for one copy. A multiple of every element's size.
 GATHERED = 16 << 20
-#: Ranges of fewer bytes than this share a copy with their neighbours.
+#: Ranges of fewer bytes share a copy with their neighbours.
 SMALL = 1 << 20
 
 #: Streams without work in progress, by device. The lists change in atomic steps: signal handlers save, too.
@@ -69,10 +69,10 @@ class Link:
         self.has_streams = all(hasattr(self.module, name) for name in ("Stream", "Event", "stream", "current_stream"))
 
     def selected(self) -> Any:
-        """Inside, the device is the thread's own.
+        """A context in which the device is the thread's current one.
 
-        A new thread has the first device, and CUDA would initialise that for this process, with memory of its own, at
-        the thread's first call.
+        A new thread has the first device, and at its first call CUDA would initialise that device for this process,
+        which takes memory.
         """
         select = getattr(self.module, "device", None)
         return contextlib.nullcontext() if select is None else select(self.device)
@@ -103,7 +103,7 @@ class Link:
             return event
 
     def hold(self, event: Any) -> None:
-        """Have the caller's current stream wait for ``event``; the host does not."""
+        """Make the caller's current stream wait for ``event``; the host does not."""
         with self.selected():
             self.module.current_stream(self.device).wait_event(event)
 
@@ -122,12 +122,12 @@ class Link:
             return self.module.Stream(device=self.device)
 
     def give(self, stream: Any) -> None:
-        """Take back a stream in which all has ended well."""
+        """Take back a stream in which all work has succeeded."""
         if stream is not None:
             _free.setdefault(self.device, []).append(stream)
 
     def aside(self, ready: Any, body: Callable[[], T]) -> T:
-        """The result of ``body``, run in a stream of ours after the event ``ready``; it must wait for its own work."""
+        """The result of ``body``, run in a separate stream after the event ``ready``; it must wait for its own work."""
         with self.selected():
             if ready is not None:
                 ready.synchronize()
@@ -136,7 +136,7 @@ class Link:
                 with contextlib.nullcontext() if stream is None else self.module.stream(stream):
                     found = body()
             except BaseException:
-                # The device may still read memory that the caller will free. The stream is not used again.
+                # The device may still read memory that the caller will free. Do not use the stream again.
                 with contextlib.suppress(Exception):
                     self.synchronize() if stream is None else stream.synchronize()
                 raise
@@ -149,16 +149,16 @@ class Link:
             self.module.synchronize(self.device)
             return None
         try:
-            # A waiter sleeps: CUDA's own wait would spin, on a core that training may need.
+            # A waiter sleeps: CUDA's own wait would spin on a core that training may need.
             event = self.module.Event(blocking=True)
-        except TypeError:  # not every kind of device has the choice
+        except TypeError:  # not every kind of device supports it
             event = self.module.Event()
         event.record(stream)
         return event
 
 
 class _Tensor:
-    """A tensor of a device as the bytes that are stored, in their logical order.
+    """A device tensor as its stored bytes, in their logical order.
 
     Args:
         torch: the module.
@@ -194,7 +194,7 @@ def _is_vector(torch: ModuleType, part: Any) -> bool:
 
 
 class Download(_Tensor):
-    """Copies ranges of a tensor to the host: for :class:`.movers.Sources`, which requests many at a time.
+    """Copies ranges of a tensor to the host: for :class:`.movers.Sources`, which requests many at once.
 
     Called as a mover, it waits for all earlier work of the device, and for the copy.
     """
@@ -229,7 +229,7 @@ class Download(_Tensor):
 
 
 class Upload(_Tensor):
-    """Copies ranges of a tensor from the host: for :class:`.movers.Sinks`, which requests many at a time.
+    """Copies ranges of a tensor from the host: for :class:`.movers.Sinks`, which requests many at once.
 
     Called as a mover, it waits for all earlier work of the device, and for the copy.
 
@@ -262,8 +262,8 @@ class Upload(_Tensor):
             return
         first, last, whole = elements(start, nbytes, self.size)
         if not whole:
-            # The bytes of one element are adjacent, so those that are in the range are written alone: two threads may
-            # have the two halves.
+            # The bytes of one element are adjacent, so only bytes in the range are written: two threads may have the
+            # two halves.
             skip = start - first * self.size
             if skip or nbytes < self.size:
                 taken = min(self.size - skip, nbytes)
@@ -281,12 +281,12 @@ class Upload(_Tensor):
 
 
 class Transfer:
-    """Copies that were requested from a stream of ours, with one event behind them.
+    """Copies that were requested from a separate stream, with one event after them.
 
     Args:
         link: the device.
         ready: an event that they come after, or None.
-        ask: requests them; called with this, while the stream is the current one.
+        ask: requests the copies; called with this object, while the stream is the current one.
 
     Raises:
         Exception: the error of a request; copies that were requested have ended.
@@ -296,7 +296,7 @@ class Transfer:
         self.link = link
         #: Objects that must stay alive until the copies have ended.
         self.kept: list[Any] = []
-        #: The work that is left for the host afterwards: ``flip``, address, nbytes and logical start.
+        #: The remaining work of the host afterwards: ``flip``, address, nbytes and logical start.
         self.flips: list[tuple[Flip, int, int, int]] = []
         self.stream = None
         with link.selected():
@@ -311,13 +311,13 @@ class Transfer:
                         ask(self)
                 self.event = link.mark(self.stream)
             except BaseException:
-                # Copies may still run, in memory that the caller will use or free. The stream is not used again.
+                # Copies may still run, in memory that the caller will use or free. Do not use the stream again.
                 with contextlib.suppress(Exception):
                     link.module.synchronize(link.device) if self.stream is None else self.stream.synchronize()
                 raise
 
     def is_done(self) -> bool:
-        """Whether the device has ended them, well or not."""
+        """Whether the copies have ended on the device, with success or not."""
         if self.event is None:
             return True
         with self.link.selected():
@@ -327,9 +327,9 @@ class Transfer:
                 return True
 
     def wait(self) -> None:
-        """Wait until they have ended, and do the work that is left for the host.
+        """Wait until the copies have ended, and do the remaining work of the host.
 
-        May be called again where a signal handler has ended it while :attr:`event` is not None.
+        It may be called again if a signal handler ended it while :attr:`event` is not None.
         """
         if self.event is not None:
             with self.link.selected():
@@ -341,7 +341,7 @@ class Transfer:
         self.kept.clear()
 
     def copy(self, part: Any, address: int, nbytes: int, *, to_host: bool) -> None:
-        """Ask for a copy between a vector of bytes on the device and host memory."""
+        """Request a copy between a vector of bytes on the device and host memory."""
         _pinned.wait(address, nbytes)
         begin = address
         for at, size in _pinned.split(address, nbytes):
@@ -357,7 +357,7 @@ class _Run:
     """Neighbours in host memory that share a copy.
 
     Args:
-        move: takes parts on the device, their sizes, and where they begin in host memory.
+        move: receives parts on the device, their sizes, and the address in host memory.
     """
 
     def __init__(self, move: Callable[[list[Any], list[int], int], None]) -> None:
@@ -367,7 +367,7 @@ class _Run:
         self.begin = self.end = 0
 
     def add(self, part: Any, address: int, nbytes: int) -> None:
-        """One more; those before it are moved if it is not adjacent, or too large."""
+        """Add a range; the earlier ones are moved first if it is not adjacent, or too large."""
         if address != self.end or nbytes >= SMALL or self.end + nbytes > self.begin + GATHERED:
             self.flush()
             self.begin = self.end = address
@@ -378,7 +378,7 @@ class _Run:
             self.flush()
 
     def flush(self) -> None:
-        """Move them."""
+        """Move the collected ranges."""
         if self.parts:
             self.move(self.parts, self.sizes, self.begin)
             self.parts, self.sizes = [], []
@@ -386,9 +386,9 @@ class _Run:
 
 
 def _protect(tensors: Sequence[Any], stream: Any) -> None:
-    """Have torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
+    """Make torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
 
-    A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
+    A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor despite references to it, as
     sharded modules do between steps.
     """
     for tensor in tensors:
@@ -406,13 +406,13 @@ def _protect(tensors: Sequence[Any], stream: Any) -> None:
 def download(
     link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: Any, *, outlives: bool = False
 ) -> Transfer:
-    """Ask for ranges of tensors of one device; they are in host memory when the transfer has been waited for.
+    """Request ranges of tensors of one device; they are in host memory after a wait for the transfer.
 
     Args:
         link: the device.
         jobs: the ranges: the tensor, and start, address and bytes.
         ready: an event that the copies come after, or None.
-        outlives: whether the transfer may outlive the call that requests it: then the tensors are protected.
+        outlives: whether the transfer may outlive the requesting call: then the tensors are protected.
     """
     torch = link.torch
 
@@ -443,7 +443,7 @@ def download(
 
 
 def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any) -> Transfer:
-    """Ask for ranges of tensors of one device to be filled from host memory; arguments as for :func:`download`."""
+    """Request that ranges of tensors of one device be filled from host memory; arguments as for :func:`download`."""
 
     def ask(transfer: Transfer) -> None:
         run = _Run(lambda parts, sizes, address: _spread(transfer, parts, sizes, address))

@@ -1,20 +1,20 @@
-"""CRC-64/NVME (docs/format.md, 3.3) of bytes in a device's memory, made there by plain operations of torch.
+"""CRC-64/NVME (docs/format.md, 3.3) of bytes in device memory, computed there by plain operations of torch.
 
-A CRC is linear over GF(2): apart from a constant that depends on the length alone, each of its 64 bits is the parity of
-some of the message's bits. So it is the product of a vector of bits and a matrix of bits, in which sums count modulo 2.
-Rows of 256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix
-that moves each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is
-filled up there.
+A CRC is linear over GF(2): apart from a constant that depends only on the length, each of its 64 bits is the parity of
+some of the message's bits. So it is the product of a vector of bits and a matrix of bits, with sums modulo 2. Rows of
+256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix that moves
+each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is padded at
+its start.
 
-Every count is exact in any type that devices multiply in: a product is 0 or 1, and a sum is at most 2048, which half
-precision still has, in whatever order and precision of accumulation.
+Every count is exact in any type in which devices multiply: a product is 0 or 1, and a sum is at most 2048, which half
+precision represents, in any order and precision of accumulation.
 
-The operations: 1024 multiplications and additions for a byte. The memory traffic: about 34 bytes for a byte, most of
-it the bits as numbers of half precision, 16 bytes, written once and read once. So the memory bounds an H200 (4.8 TB/s,
-800 TFLOP/s or so), to about 100 GB/s by this estimate. Tables of bytes instead of matrices would take as much traffic
-(41 bytes for a byte), and gathers, which run at a fraction of it.
+It needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the bits
+as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
+TFLOP/s) to about 100 GB/s by this estimate. Tables of bytes instead of matrices would need as much traffic (41 bytes
+per byte), and gathers, which run at a fraction of the bandwidth.
 
-This file does not import torch: its callers hand it over.
+This file does not import torch: its callers pass it in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _POLYNOMIAL = 0x9A6C9329AC4BC9B5
 _ONE = 1 << 63
 _ALL = (1 << 64) - 1
 _BITS = 64
-#: Bits that are summed at a time. Half precision has every integer up to this one.
+#: Bits that are summed at a time. Half precision represents every integer up to this one.
 _WIDTH = 2048
 #: Bytes whose bits are expanded at a time: each needs temporary memory of 16 bytes.
 STEP = 4 << 20
@@ -45,7 +45,7 @@ STEP = 4 << 20
 _STRETCH = 64 << 20
 #: The results of :func:`is_exact`, by device.
 _checked: dict[str, bool] = {}
-#: The checksum of ``index % 251`` for so many bytes.
+#: The checksum of ``index % 251`` for this many bytes.
 _PROBE = 20_000
 _PROBE_SUM = 0xAAD68E38D896CE68
 
@@ -66,7 +66,7 @@ def _times(a: int, b: int) -> int:
 
 @cache
 def _following(nbytes: int) -> int:
-    """The factor by which so many following bytes multiply a CRC: x to the power of eight times as many."""
+    """The factor by which this many following bytes multiply a CRC: x to the power of eight times their number."""
     power, square = _ONE, 1 << (_BITS - 1 - 8)
     while nbytes:
         if nbytes & 1:
@@ -84,7 +84,7 @@ def _bits_of(values: list[int]) -> Any:
 def _bytes_matrix() -> Any:
     """The contribution of each bit of a row of bytes to its CRC: byte after byte, each from its lowest bit.
 
-    Bit ``i`` of a byte comes as ``2**i``: its row is divided by that.
+    Bit ``i`` of a byte has the value ``2**i``: its row is divided by that.
     """
     values, value = [], _POLYNOMIAL
     for _ in range(_WIDTH):
@@ -106,7 +106,7 @@ def _sums_matrix(nbytes: int) -> Any:
     return _bits_of(values) * 1.0
 
 
-#: By device and length of the inputs: the matrices, about half a megabyte for a device.
+#: The matrices by device and length of the inputs: about half a megabyte per device.
 _matrices: dict[tuple[str, int], Any] = {}
 
 
@@ -121,12 +121,12 @@ def _matrix(torch: ModuleType, device: Any, nbytes: int) -> Any:
 
 
 def _number(torch: ModuleType, device: Any) -> Any:
-    """The type to multiply in: processors are slow at half precision."""
+    """The type for the multiplication: CPUs are slow at half precision."""
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def of(torch: ModuleType, data: Any) -> int:
-    """The checksum of bytes on a device, made in its current stream.
+    """The checksum of bytes on a device, computed in its current stream.
 
     Temporary memory: 16 bytes for each byte of :data:`STEP` (32 on the processor), half a byte for each of 64 MiB, and,
     if the length is not a multiple of 256, once the bytes of the last 64 MiB.
@@ -135,7 +135,7 @@ def of(torch: ModuleType, data: Any) -> int:
         torch: the module.
         data: a contiguous vector of bytes (uint8) on any device, at least one.
     """
-    # Autocast multiplies in a type of its own choice. Not every kind of device knows it.
+    # Autocast chooses the type of a multiplication. Not every kind of device supports it.
     cast = torch.is_autocast_enabled(data.device.type)
     exact = torch.autocast(data.device.type, enabled=False) if cast else nullcontext()
     with torch.no_grad(), exact:
@@ -158,7 +158,7 @@ def _of_stretch(torch: ModuleType, data: Any) -> int:
 
 
 def _padded(torch: ModuleType, vector: Any, width: int) -> Any:
-    """Zeros in front of a vector that is longer than ``width``, to a multiple of it."""
+    """Pad a vector that is longer than ``width`` with leading zeros, to a multiple of it."""
     short = -len(vector) % width if len(vector) > width else 0
     return torch.nn.functional.pad(vector, (short, 0)) if short else vector
 
@@ -185,7 +185,7 @@ def _parities(torch: ModuleType, counts: Any) -> Any:
 
 
 def is_exact(torch: ModuleType, device: Any) -> bool:
-    """Whether this device computes right checksums: one is computed, and compared with the known value."""
+    """Whether this device computes correct checksums: one is computed and compared with the known value."""
     known = _checked.get(str(device))
     if known is not None:
         return known
@@ -193,7 +193,7 @@ def is_exact(torch: ModuleType, device: Any) -> bool:
         try:
             found = of(torch, (torch.arange(_PROBE, device="cpu") % 251).to(torch.uint8).to(device))
         except Exception:  # noqa: BLE001 - the bytes are summed elsewhere
-            # A device that is full may have room next time.
+            # A full device may have room next time.
             return False
     _checked[str(device)] = found == _PROBE_SUM
     return found == _PROBE_SUM

@@ -1,11 +1,11 @@
-"""DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
+"""DTensors: which ranks hold them, and this rank's local memory. Imports torch, and handles its version differences.
 
-The same for a ShardedTensor, as FSDP1 makes them.
+Also ShardedTensors, which FSDP1 makes.
 
-From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
-since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the mesh's last
-dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; torch's
-functions for offsets apply strided shards first, and are wrong if chunks are uneven.
+From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and later became a separate class; specs have a
+``shard_order`` since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the
+mesh's last dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of
+torch; torch's functions for offsets apply strided shards first, and are wrong if chunks are uneven.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _strided = torch.strided
 
 
 class _Mesh:
-    """A mesh, as ranks of the group; ``hold`` keeps its identity."""
+    """A mesh, as ranks of the group; ``hold`` keeps its identity valid."""
 
     __slots__ = ("hold", "ranks", "shape")
 
@@ -49,10 +49,10 @@ class _Mesh:
 
 
 def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The global ranks of a mesh in the order in which they have the parts of a tensor.
+    """The global ranks of a mesh in the order of their parts of a tensor.
 
-    Collectives give parts out by the ranks of the process group of each line of the mesh, which ascend; a mesh may name
-    them in another order. (Offsets reported by DTensors follow the mesh, and are wrong then.)
+    Collectives distribute parts by the ranks of the process group of each line of the mesh, which ascend; a mesh may
+    name them in another order. (Offsets reported by DTensors follow the mesh, and are then wrong.)
     """
     order = [np.argsort(np.argsort(grid, axis=dim), axis=dim) for dim in range(grid.ndim)]
     out = np.full_like(grid, -1)
@@ -73,7 +73,7 @@ class _Known:
     def __init__(self, hold: Any, number: int, local: tuple[int, ...] | None) -> None:
         self.hold = hold
         self.number = number
-        #: The shape of the part of this rank; None where it has none.
+        #: The shape of this rank's part; None if it has none.
         self.local = local
 
 
@@ -83,7 +83,7 @@ class DTensors:
     Args:
         ranks: by its global rank, the rank of each member of the group.
         rank: this rank in the group.
-        found: collects the different spreads, in the order in which they occur; their numbers begin at 1.
+        found: collects the different spreads, in order of occurrence; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Mapping[int, int], rank: int, found: list[Spread]) -> None:
@@ -97,7 +97,7 @@ class DTensors:
         self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 
     def describe_of(self, kind: type) -> Describe | None:
-        """How to describe a kind of DTensor; None for any other type."""
+        """The function that describes a kind of DTensor; None for any other type."""
         return self._describe if issubclass(kind, DTensor) else None
 
     def _describe(self, value: DTensor) -> Stored:
@@ -119,7 +119,7 @@ class DTensors:
             local = _arrived(local)
         expected = known.local
         if expected is None:
-            # A rank outside of the mesh has an empty tensor of some shape.
+            # A rank outside the mesh has an empty tensor of some shape.
             if local.numel():
                 raise Unsupported("it has data on a rank that is not in its mesh")
         elif local.shape != expected and (local.numel() or math.prod(expected)):
@@ -159,7 +159,7 @@ class DTensors:
 
 
 def part_of_sharded(value: Any) -> Part:
-    """The part of a ShardedTensor that this rank has."""
+    """This rank's part of a ShardedTensor."""
     shards = value.local_shards()
     if len(shards) > 1:
         raise Unsupported(
@@ -169,7 +169,7 @@ def part_of_sharded(value: Any) -> Part:
     try:
         if shards:
             return Part(shards[0].tensor, of=shape, at=shards[0].metadata.shard_offsets)
-        # On the device of the others: ranks compare it.
+        # On the device of the other parts: ranks compare it.
         placed = [shard.placement for shard in value.metadata().shards_metadata]
         device = placed[0].device().type if placed and placed[0] is not None else "cpu"
         return Part.flat(torch.empty(0, dtype=value.dtype, device=device), of=shape, start=0)
@@ -178,7 +178,7 @@ def part_of_sharded(value: Any) -> Part:
 
 
 def _placement(value: Any, dimensions: int) -> Placement:
-    if isinstance(value, _StridedShard):  # before Shard, which it was
+    if isinstance(value, _StridedShard):  # before Shard, which it once was
         return ("strided", value.dim % dimensions, int(value.split_factor))
     if isinstance(value, Shard):
         return ("shard", value.dim % dimensions, 0)
@@ -194,7 +194,7 @@ def _shown(placements: Sequence[Any]) -> str:
 
 
 def _arrived(local: Any) -> Tensor:
-    """The plain local tensor, once it is there."""
+    """The plain local tensor, once it has arrived."""
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
     kind = type(local)
@@ -234,7 +234,7 @@ def _stored(value: DTensor, local: Tensor, number: int, flags: str) -> Stored:
         mover = _torch.mover_out(local)
     name, logical = known
     return Stored(
-        # The storage shows what is tied, also for an empty part.
+        # The storage shows ties, even for an empty part.
         (OwnPart, storage._cdata, start, dtype, shape, number, reach),
         name,
         shape if logical is None else (math.prod(shape) * local.itemsize,),

@@ -1,4 +1,4 @@
-"""The dtypes that safetensors can name and its Python reader can read: their names there, and torch's."""
+"""The dtypes that safetensors can name and its Python reader can read: their names there and in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMPY_PREFIX = "numpy."
 
 
 def plain_name(dtype: str, logical: str | None) -> str:
-    """A stored tensor's logical dtype, for people: ``bfloat16``, ``complex128``, ``>f8``."""
+    """A stored tensor's logical dtype, for messages: ``bfloat16``, ``complex128``, ``>f8``."""
     if logical is None:
         return PLAIN_NAMES.get(dtype, dtype)
     name = logical.removeprefix(TORCH_PREFIX).removeprefix(NUMPY_PREFIX)

@@ -1,6 +1,6 @@
 """numpy's random generators as plain values, and back.
 
-numpy believes a state that it is given: it would read beyond the state where a position in it is out of range.
+numpy trusts a state: if a position in it is out of range, numpy would read beyond the state.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LIMITS = {
     "uinteger": 1 << 32,
     "has_gauss": 2,
 }
-#: A seed sequence is mixed when it is made: each word of its pool with all other words.
+#: A seed sequence is mixed when it is made: each word of its pool with all others.
 _POOL, _WORDS = 256, 1 << 14
 
 
 def encode_bit_generator(generator: Any) -> dict[str, Any]:
-    """The state of a bit generator, and the seeds that it spawns others from."""
+    """The state of a bit generator, and the seeds from which it spawns others."""
     return {**_encode_state(generator.state), "seed_sequence": _encode_seeds(generator)}
 
 
@@ -65,7 +65,7 @@ def _encode_seeds(generator: Any) -> dict[str, Any] | None:
 
 
 def decode_bit_generator(name: str, value: Any) -> Any:
-    """The bit generator of class ``name`` in such a state; ValueError if it is none."""
+    """The bit generator of class ``name`` in this state; ValueError if the state is invalid."""
     state = _state(value)
     seeds = state.pop("seed_sequence")
     if state["bit_generator"] != name:
@@ -79,17 +79,17 @@ def encode_generator(generator: Any) -> dict[str, Any]:
 
 
 def decode_generator(value: Any) -> Any:
-    """The ``numpy.random.Generator`` over the bit generator that the state names."""
+    """The ``numpy.random.Generator`` over the bit generator of the state."""
     return np.random.Generator(decode_bit_generator(_state(value)["bit_generator"], value))
 
 
 def encode_random_state(generator: Any) -> dict[str, Any]:
-    """A ``numpy.random.RandomState``, which has a normal number in store."""
+    """A ``numpy.random.RandomState``, which may hold a cached normal number."""
     return _encode_state(generator.get_state(legacy=False))
 
 
 def decode_random_state(value: Any) -> Any:
-    """The ``numpy.random.RandomState`` in such a state."""
+    """The ``numpy.random.RandomState`` in this state."""
     state = _state(value)
     kept = {name: state.pop(name) for name in ("has_gauss", "gauss")}
     _check_integer("has_gauss", kept["has_gauss"])
@@ -101,7 +101,7 @@ def decode_random_state(value: Any) -> Any:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """A copy of a state whose names are text, as its ``bit_generator`` is."""
+    """A copy of a state whose names are plain strings, like its ``bit_generator``."""
     if any(type(name) is not str for name in exact(value, dict)):
         raise ValueError("not the state of a random generator")
     text(value["bit_generator"])

@@ -17,7 +17,7 @@ import numpy as np
 from .pieces import Index, elements, pieces
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-#: Copies between the sub-array under an index and as many contiguous bytes.
+#: Copies between the sub-array under an index and the same number of contiguous bytes.
 Copy: TypeAlias = "Callable[[Index, Bytes], Any]"
 #: ``(start, address, nbytes)``: move the bytes ``[start, start + nbytes)`` of one array to or from ``address``.
 Mover: TypeAlias = Callable[[int, int, int], None]
@@ -25,11 +25,11 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 #: From this size on, a new buffer is aligned so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
-#: The kernel's own page: two tensors must not share one, so that the memory of one can be released.
+#: The kernel's page size: two tensors must not share a page, so that the memory of one can be released.
 _GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
 #: From this size on, a new buffer is in huge pages, and in memory new to the process; from the second size on, it has a
-#: mapping of its own.
+#: separate mapping.
 LARGE, _ALONE = 4 << 20, 32 << 20
 #: Address space that is mapped at a time for sizes in between.
 _REGION = 256 << 20
@@ -37,7 +37,7 @@ _REGION = 256 << 20
 _LINUX = sys.platform == "linux"
 _DONTNEED = mmap.MADV_DONTNEED if sys.platform == "linux" else 0
 _DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
-#: Columns that are copied together: as many cache lines fit the smallest caches.
+#: Columns that are copied together: their cache lines fit the smallest caches.
 _STRIP = 256
 _OVERLAP_WORK = 1_000_000
 
@@ -54,7 +54,7 @@ class _At:
     ) -> None:
         self.owner = owner
         self.__array_interface__ = {
-            # numpy before 2 accepts no null pointer, which is the address of an empty torch tensor.
+            # numpy before 2 accepts no null pointer, the address of an empty torch tensor.
             "data": (address or (_PAGE if 0 in shape else 0), False),
             "shape": shape,
             "typestr": typestr,
@@ -64,17 +64,17 @@ class _At:
 
 
 def at(address: int, nbytes: int, owner: object = None) -> Bytes:
-    """The ``nbytes`` of writable memory at ``address``: alive as long as ``owner``, which the array keeps."""
+    """The ``nbytes`` of writable memory at ``address``: valid as long as ``owner``, which the array keeps alive."""
     return np.asarray(_At(address, (nbytes,), "|u1", None, owner))
 
 
 def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
-    """The positions of an array's elements in memory, which may be a device's: nothing may be read through it."""
+    """The positions of an array's elements in memory, perhaps of a device: it must not be used to read."""
     return np.asarray(_At(address, shape, f"|V{size}", strides))
 
 
 def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The first byte of an array that is not empty, and one past the last."""
+    """The first byte of a non-empty array, and one past the last."""
     reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     first = address_of(array)
     return first + sum(step for step in reach if step < 0), first + sum(
@@ -83,7 +83,7 @@ def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def is_nested(array: np.ndarray[Any, Any]) -> bool:
-    """Whether each dimension of an array steps over everything along shorter steps: then no two elements overlap."""
+    """Whether each stride of an array exceeds the extent of all smaller ones: then no two elements overlap."""
     reach = array.itemsize if array.size else 0  # numpy gives an empty one strides of zero
     for step, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if length > 1:
@@ -94,7 +94,7 @@ def is_nested(array: np.ndarray[Any, Any]) -> bool:
 
 
 def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays share a byte; where that takes too long to find out, yes if their spans do."""
+    """Whether two arrays share a byte; if that takes too long to compute, whether their spans overlap."""
     try:
         return np.shares_memory(left, right, _OVERLAP_WORK)  # type: ignore[arg-type] # numpy's stub knows two limits
     except RuntimeError:  # numpy's TooHardError, which moved between its versions
@@ -108,9 +108,9 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
-    """New memory for ``nbytes > 0`` at ``offset`` of a file: a large one has the file's residue modulo a page.
+    """New memory for ``nbytes > 0`` at ``offset`` of a file: if large, it has the file's residue modulo a page.
 
-    Elements of ``itemsize`` bytes are aligned in it, even where they are not in the file.
+    Elements of ``itemsize`` bytes are aligned in it, even if they are not in the file.
     """
     if nbytes < CONGRUENT or offset % itemsize:
         return np.empty(nbytes, np.uint8)
@@ -137,29 +137,29 @@ class _Pages:
         self.start = start
         self.nbytes = nbytes
 
-    # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
+    # Module globals may be gone when the interpreter ends, so needed values are bound here.
     def __del__(self, *, advices: tuple[int, ...] = (_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL) -> None:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
             except OSError as error:  # noqa: PERF203 - once, as a rule
-                # Only locked pages are refused: the second advice works on those, except in an old kernel.
+                # Only locked pages are refused: the second advice works on them, except in an old kernel.
                 if error.errno != refused:
                     raise
             else:
                 return
 
 
-#: The region that the last buffer was carved from, its address, and how much of it is used. A carver pops the region
-#: and puts it back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
+#: The region that the last buffer was carved from, its address, and its used size. The user pops the region and puts it
+#: back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
 _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 
 
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
-    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors share
-    regions of huge pages: none has an end that would take a huge page for a few bytes.
+    A process may have 65,530 mappings, and neighbours in huge and small pages are two. So smaller tensors share regions
+    of huge pages: none has an end that would need a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
@@ -176,7 +176,7 @@ def _carve(nbytes: int, residue: int) -> Bytes:
 
 
 def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
-    """A new mapping in huge pages, its address, and where its last ``nbytes`` begin: at a huge page.
+    """A new mapping in huge pages, its address, and the start of its last ``nbytes``, at a huge page.
 
     Raises:
         OSError: there is no room, or it would be locked, and so resident at once.
@@ -185,7 +185,7 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
         raise OSError(errno.EAGAIN, "new mappings are locked in memory")
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -address_of(np.frombuffer(mapping, np.uint8)) % _HUGE_PAGE
-    # Its end is not in a huge page, unless the next mapping follows at once. To shrink a mapping does not move it.
+    # Its end is not in a huge page, unless the next mapping is adjacent. Shrinking a mapping does not move it.
     mapping.resize(start + nbytes)
     with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -205,13 +205,13 @@ def _locked() -> bool:
 
 
 def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, address: int, nbytes: int) -> None:
-    """Bring the logical bytes ``[start, start + nbytes)`` of an array to ``address``.
+    """Copy the logical bytes ``[start, start + nbytes)`` of an array to ``address``.
 
     ``copy`` fills contiguous, aligned bytes from the sub-array under an index.
     """
     first, last, whole = elements(start, nbytes, itemsize)
     target = at(address, nbytes)
-    # If a block's edge cuts an element, whole elements go through a temporary buffer.
+    # If a block boundary cuts an element, whole elements go through a temporary buffer.
     detour = not whole or bool(address % itemsize)
     filled = np.empty((last - first) * itemsize, np.uint8) if detour else target
     _copy_each(shape, itemsize, copy, first, last, filled)
@@ -252,9 +252,9 @@ def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
 
 
 def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-    """Copy a strided array into a contiguous one, in the calling thread alone and without the GIL.
+    """Copy a strided array into a contiguous one, in the calling thread and without the GIL.
 
-    A matrix stored by columns is copied in strips: their cache lines stay until each row has taken its element.
+    A matrix stored by columns is copied in strips: their cache lines stay until each row has its element.
     """
     if source.ndim == 2 and abs(source.strides[0]) < abs(source.strides[1]):  # noqa: PLR2004
         for start in range(0, source.shape[1], _STRIP):

@@ -1,7 +1,7 @@
 """Moves bytes of a state that are not contiguous in host memory: many ranges at a time, for the core.
 
 :class:`Sources` reads them for a save, :class:`Sinks` writes them for a load. Both are made in the caller's thread, at
-the call: a save finds the results of earlier work in its streams, and a load must not overtake that.
+the call: a save must see the results of earlier work in its streams, and a load must not overtake that work.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Copies:
         self._operation = operation
         self._transfers = transfers
         self._error: BaseException | None = None
-        # The thread of a save and a step that waits for it may call this at the same time, and so may a signal handler.
+        # The thread of a save, a step that waits for it and a signal handler may call this at the same time.
         self._lock = RLock()
 
     def wait(self) -> None:
-        """Wait in the host until all have ended and their bytes are in their stored form. The GIL is free meanwhile.
+        """Wait on the host until all have ended and their bytes are in stored form. The GIL is released meanwhile.
 
         Any thread may call it, more than once.
 
@@ -69,14 +69,14 @@ class Copies:
                 raise self._error
 
     def hold_streams(self) -> None:
-        """Have the current streams of the calling thread wait for the copies; the host does not wait.
+        """Make the current streams of the calling thread wait for the copies; the host does not wait.
 
         Later work of these streams may change the tensors. Does nothing once :meth:`wait` has returned.
 
         Raises:
-            RuntimeError: such a stream is being captured into a CUDA graph. No stream has been held.
+            RuntimeError: one of these streams is being captured into a CUDA graph. No stream waits.
         """
-        # Another thread may be waiting: an event is None once it has come.
+        # Another thread may be waiting: an event is None once it has been reached.
         events = [
             (transfer.link, event) for transfer in tuple(self._transfers) if (event := transfer.event) is not None
         ]
@@ -86,9 +86,9 @@ class Copies:
             link.hold(event)
 
     def is_done(self) -> bool:
-        """Whether the devices have ended all copies. :meth:`wait` may still have something to do, or to raise.
+        """Whether the devices have ended all copies. :meth:`wait` may still have work to do, or an error to raise.
 
-        Not to be asked while a stream is captured into a CUDA graph: that would end the capture with an error.
+        Do not call it while a stream is captured into a CUDA graph: that would end the capture with an error.
         """
         return all(transfer.is_done() for transfer in tuple(self._transfers))
 
@@ -115,7 +115,7 @@ class _Movers:
             own: Any = mover.mover if isinstance(mover, Cast) else mover
             if isinstance(own, kind) and own.device not in links:
                 links[own.device] = _device.Link(own.torch, own.device)
-        # All of them first: an event recorded in a captured stream would become part of the graph.
+        # Check all of them first: an event recorded in a captured stream would become part of the graph.
         for link in links.values():
             link.refuse_capture(operation)
         self._links = {device: (link, link.ready()) for device, link in links.items()}
@@ -131,7 +131,7 @@ class _Movers:
             link.synchronize()
 
     def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
-        """The jobs of each device, those of the processor, and temporary memory that the first need."""
+        """The jobs of each device, the jobs of the CPU, and temporary memory for the device jobs."""
         jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
         rest: list[Any] = []
         kept: list[Any] = []
@@ -166,7 +166,7 @@ class _Movers:
         return copies
 
     def _move(self, ranges: Iterable[Range], ask: Callable[..., _device.Transfer]) -> None:
-        """Move ranges, and wait. The processor moves the parts in host memory while the devices copy."""
+        """Move ranges, and wait. The CPU moves the parts in host memory while the devices copy."""
         jobs, rest, _kept = self._sort(ranges)
         copies = self._ask(jobs, ask)
         try:
@@ -181,8 +181,8 @@ class Sources(_Movers):
 
     Args:
         operation: the name of the operation, for errors.
-        movers: by tensor number, for tensors without an address. They are read at each call, and may be emptied when
-            all copies have been requested.
+        movers: by tensor number, for tensors without an address. The mapping is read at each call, and may be emptied
+            when all copies have been requested.
 
     Attributes:
         devices: the ``torch.device`` objects that copies come from; empty if there are none.
@@ -216,21 +216,21 @@ class Sources(_Movers):
         return link.aside(ready, partial(_device_sums.of, mover.torch, mover.flat))
 
     def enqueue(self, ranges: Iterable[Range]) -> Copies:
-        """Ask devices for copies of ranges; they are under way when this returns.
+        """Request copies of ranges from devices; they are in progress when this returns.
 
-        It returns at once where the host memory is pinned, and waits for memory that is being pinned. Other memory is
+        It returns at once if the host memory is pinned, and waits for memory that is being pinned. Other memory is
         filled before it returns. Any thread may call it.
 
         The tensors are kept until the copies have been waited for, and their memory, even if it is freed earlier, is
         not reused before they have ended.
 
         Args:
-            ranges: of tensors on devices alone.
+            ranges: of tensors on devices only.
 
         Raises:
             ValueError: a tensor is in host memory.
             RuntimeError: the memory of a tensor has been freed.
-            Exception: the refusal of a device; nothing is under way then.
+            Exception: a device refused; no copy is in progress.
         """
         jobs, rest, _ = self._sort(ranges)
         if rest:
@@ -239,7 +239,7 @@ class Sources(_Movers):
 
 
 class Sinks(_Movers):
-    """The destinations of a load: tensors on devices, and host memory that takes more than a copy.
+    """The destinations of a load: tensors on devices, and host memory that needs more than a plain copy.
 
     Args:
         operation: the name of the operation, for errors.
@@ -256,10 +256,10 @@ class Sinks(_Movers):
         super().__init__(operation, movers, _device.Upload)
 
     def drain(self, ranges: Iterable[Range]) -> None:
-        """Bring ranges from host memory to where they belong. The core's callback, for any thread.
+        """Copy ranges from host memory to their destinations. The core's callback, for any thread.
 
-        When it returns the copies have ended: the memory may be reused, and every stream sees them, because the host
-        has waited for the copies.
+        When it returns the copies have ended: the memory may be reused, and every stream sees the results, because the
+        host has waited for the copies.
 
         Raises:
             Exception: the failure; all copies have ended.

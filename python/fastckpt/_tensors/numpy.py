@@ -1,4 +1,4 @@
-"""numpy arrays and scalars: which can be stored, under which names, and where they are in memory."""
+"""numpy arrays and scalars: which can be stored, their names, and their memory."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ ARRAYS = (np.ndarray, np.memmap)
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
-    """The dtype's name in the file, and the logical one where that is only ``U8``."""
+    """The dtype's name in the file, and the logical one if the file only has ``U8``."""
     name = NAMES.get(dtype.str)
     return (name, None) if name is not None else ("U8", _PREFIX + dtype.str)
 
 
 def expanded(token: list[Any], parts: list[Any]) -> Array:
-    """An array that repeats its base, and must not be written to."""
+    """An array that repeats its base, read-only."""
     _, sizes, _ = token
     (base,) = parts
     if type(base) is not np.ndarray:
@@ -68,7 +68,7 @@ def expanded(token: list[Any], parts: list[Any]) -> Array:
 
 
 def from_tensor(value: Any) -> Array:
-    """``value``, which must be an array, or with ``framework="torch"`` a tensor, which is then seen as one."""
+    """``value``, which must be an array, or with ``framework="torch"`` a tensor, which is viewed as an array."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
         value = value.cpu().numpy()
@@ -78,14 +78,14 @@ def from_tensor(value: Any) -> Array:
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of a manifest's ``as``; ValueError for anything but a plain one."""
+    """The dtype of a manifest's ``as``; ValueError for anything but a plain dtype."""
     if not text.startswith(_PREFIX):
         raise ValueError(f"{text!r} is not a numpy dtype")
     return plain_dtype(text[len(_PREFIX) :])
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """The plain dtype of numpy's ``text``; ValueError for anything else."""
+    """The plain dtype that numpy names ``text``; ValueError for anything else."""
     if re.fullmatch(_DTYPE, text) is None:
         raise ValueError(f"{text[:100]!r} is not a plain numpy dtype")
     dtype: np.dtype[Any] = np.dtype(text)
@@ -95,16 +95,16 @@ def plain_dtype(text: str) -> np.dtype[Any]:
 def encode_scalar(value: np.generic) -> str:
     """The token of a numpy scalar."""
     dtype = value.dtype
-    # An empty text gives the bytes of one character.
+    # An empty string has the bytes of one character.
     return f'["scalar","{dtype.str}","{value.tobytes()[: dtype.itemsize].hex()}"]'
 
 
 def decode_scalar(text: str, data: bytes) -> np.generic:
-    """The scalar of dtype ``text`` with the bytes ``data``; ValueError where they do not fit."""
+    """The scalar of dtype ``text`` with the bytes ``data``; ValueError if they do not fit."""
     dtype = plain_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("a numpy scalar of another size")
-    # An array would drop the zeros at the end of a text.
+    # An array would drop the zeros at the end of a string.
     if dtype.kind == "S":
         return np.bytes_(data)
     if dtype.kind == "U":
@@ -148,7 +148,7 @@ _SHARED = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 
 def dtype_of_torch(name: str) -> np.dtype[Any] | None:
-    """The dtype of numpy for torch's dtype ``name``, from ``ml_dtypes`` if it must and can be; else None."""
+    """The dtype of numpy for torch's dtype ``name``, from ``ml_dtypes`` if necessary and possible; else None."""
     if re.fullmatch(_SHARED, name):
         return np.dtype(name)
     if name in _ML_DTYPES:

@@ -1,4 +1,4 @@
-"""A range of a strided array's logical bytes as a few basic-indexing views: never more than the range in memory."""
+"""Divides a range of a strided array's logical bytes into a few basic-indexing views, without other bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Index,
         stop: one past the last element.
 
     Yields:
-        ``(index, count)``: an index that takes the next ``count`` elements, in order. At most two a dimension.
+        ``(index, count)``: an index that selects the next ``count`` elements, in order. At most two per dimension.
 
     Raises:
         ValueError: the array has fewer elements.
@@ -35,7 +35,7 @@ def pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Index,
         if not shape:
             yield (), 1
             return
-        # Descend as long as the range, or its ragged beginning, is inside one index.
+        # Descend as long as the range, or its incomplete beginning, is inside one index.
         prefix: list[int | slice] = []
         rest = start
         depth = 0

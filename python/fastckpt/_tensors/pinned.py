@@ -1,15 +1,15 @@
-"""Host memory that is pinned, or being pinned: registered with CUDA, so that devices copy from and to it by themselves.
+"""Host memory that is pinned, or being pinned: registered with CUDA, so that devices copy from and to it directly.
 
-To register memory is slow: each page of it is made and locked. So it happens in the background, in pieces, and a copy
-waits only for the pieces that it touches. CUDA refuses a copy whose host memory is registered in part, and does not
-promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
+Registration is slow: each page is allocated and locked. So it happens in the background, in pieces, and a copy waits
+only for the pieces that it touches. CUDA refuses a copy whose host memory is partly registered, and does not guarantee
+one that spans two registrations, so :func:`split` cuts at the borders of pieces.
 
-CUDA's runtime keeps the last error of each thread until it is read, and the next to read it is the check after the
-caller's next kernel: training would fail because of our refused call. So each call is made in a thread that ends soon
-after, and its error with it.
+CUDA's runtime keeps the last error of each thread until it is read, and the check after the caller's next kernel would
+read it: training would fail because of our refused call. So each call is made in a short-lived thread, and its error
+ends with the thread.
 
-A registered range must not be unmapped. :meth:`Registration.close` comes first, in every case: also when
-a signal handler raises meanwhile, when the process has no more threads, and when the interpreter ends.
+A registered range must not be unmapped. :meth:`Registration.close` comes first in every case: even if a signal handler
+raises meanwhile, the process has no more threads, or the interpreter ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger("fastckpt")
 
 
 class _Piece:
-    """A part of host memory that is registered as a whole, or not at all."""
+    """A part of host memory that is registered as a whole or not at all."""
 
     __slots__ = ("begin", "end", "is_pinned", "settled")
 
@@ -46,7 +46,7 @@ class _Piece:
         self.begin = begin
         self.end = end
         self.is_pinned = False
-        #: Set when it is known whether it is pinned.
+        #: Set when it is known whether the piece is pinned.
         self.settled = threading.Event()
 
     @property
@@ -59,24 +59,24 @@ class _Known:
     """All pieces of the process. Their lists are replaced, never changed: readers need no lock."""
 
     def __init__(self) -> None:
-        # Signal handlers save, too: one may run while its own thread is in here.
+        # Signal handlers save, too: one may interrupt its own thread in this code.
         self.lock = threading.RLock()
         self.live: list[Registration] = []
-        #: Of all pieces in order: the beginnings, and the pieces.
+        #: The start addresses of all pieces in order, and the pieces.
         self.pieces: tuple[list[int], list[_Piece]] = [], []
-        #: Where pieces begin or end, in order.
+        #: The borders of pieces, in order.
         self.borders: list[int] = []
         #: Pinned bytes.
         self.nbytes = 0
 
     def add(self, registration: Registration) -> None:
-        """One more registration."""
+        """Add a registration."""
         with self.lock:
             self.live.append(registration)
             self._index()
 
     def remove(self, registration: Registration) -> None:
-        """One less."""
+        """Remove a registration."""
         with self.lock:
             if registration in self.live:
                 self.live.remove(registration)
@@ -92,7 +92,7 @@ class _Known:
             self.borders = sorted({border for piece in pieces for border in (piece.begin, piece.end)})
 
     def reserve(self, nbytes: int, limit: int | None) -> bool:
-        """Count bytes that are about to be pinned; False if there would be more than ``limit`` of them."""
+        """Count bytes that are about to be pinned; False if the total would exceed ``limit``."""
         with self.lock:
             if limit is not None and self.nbytes + nbytes > limit:
                 return False
@@ -100,7 +100,7 @@ class _Known:
             return True
 
     def unreserve(self, nbytes: int) -> None:
-        """Count them no more."""
+        """Subtract these bytes."""
         with self.lock:
             self.nbytes -= nbytes
 
@@ -109,7 +109,7 @@ _known = _Known()
 
 
 def wait(address: int, nbytes: int) -> None:
-    """Wait until it is decided for all of a range whether it is pinned. The GIL is free meanwhile."""
+    """Wait until it is known for all of a range whether it is pinned. The GIL is released meanwhile."""
     begins, pieces = _known.pieces
     at = max(0, bisect_right(begins, address) - 1)
     while at < len(pieces) and pieces[at].begin < address + nbytes:
@@ -146,7 +146,7 @@ class Registration:
         self._device = device
         self._limit = limit
         self._reason: str | None = None
-        # Pages are registered whole, and no page twice.
+        # Whole pages are registered, and no page twice.
         most = nbytes if limit is None else min(nbytes, limit // mmap.PAGESIZE * mmap.PAGESIZE)
         if limit and most < nbytes:
             self._reason = _CAPPED
@@ -154,7 +154,7 @@ class Registration:
             _Piece(begin, min(address + most, begin + piece)) for begin in range(address, address + most, piece)
         ]
         self._is_closed = False
-        #: Held while a piece is being registered, and while they are unregistered.
+        #: Held while a piece is registered, and while all are unregistered.
         self._busy = threading.Lock()
 
     @property
@@ -168,7 +168,7 @@ class Registration:
         )
 
     def is_done(self) -> bool:
-        """Whether it is decided for all of the range whether it is pinned."""
+        """Whether it is known for all of the range whether it is pinned."""
         return not self.pieces or self.pieces[-1].settled.is_set()
 
     def wait(self) -> None:
@@ -177,7 +177,7 @@ class Registration:
             piece.settled.wait()
 
     def start(self) -> None:
-        """Register in a thread of its own. No daemon: CUDA is still there as long as it runs."""
+        """Register in a separate thread, not a daemon: CUDA exists as long as it runs."""
         if not self.pieces:
             return
         try:
@@ -190,7 +190,7 @@ class Registration:
         try:
             with self._module.device(self._device):
                 for piece in self.pieces:
-                    # Without the lock in between: a close waits for one piece at most.
+                    # Without the lock between pieces: a close waits for one piece at most.
                     with self._busy:
                         reason = self._pin(piece)
                     if reason is not None:
@@ -203,7 +203,7 @@ class Registration:
                 self._refuse(reason)
 
     def _pin(self, piece: _Piece) -> str | None:
-        """Register one piece; why not, or None."""
+        """Register one piece; returns the reason if that failed, or None."""
         if self._is_closed:
             return "its memory is no longer needed"
         if not threading.main_thread().is_alive():
@@ -228,7 +228,7 @@ class Registration:
         return None
 
     def _refuse(self, reason: str) -> None:
-        """The rest is not pinned."""
+        """Record that the rest is not pinned."""
         self._reason = reason
         for piece in self.pieces:
             piece.settled.set()
@@ -236,7 +236,7 @@ class Registration:
     def close(self) -> None:
         """Unregister the registered pieces, after the one in progress; then the memory may be unmapped.
 
-        No copy may be under way. An error of a signal handler is raised when this is done.
+        No copy may be in progress. An error of a signal handler is raised at the end.
         """
         if self._is_closed:
             return
@@ -265,7 +265,7 @@ class Registration:
                     logger.warning("cannot unpin %d bytes of host memory: %s", piece.nbytes, reason)
 
     def forget(self) -> None:
-        """In a forked child, which has neither the memory nor the thread nor CUDA: nothing is pinned any more."""
+        """Forget all in a forked child, which has neither the memory nor the thread nor CUDA."""
         self._is_closed = True
         self.pinned = 0
         self.pieces = []
@@ -282,10 +282,10 @@ def register(
     Args:
         torch: the module.
         device: a ``torch.device``, any of that kind.
-        address: where the memory begins: at a page.
+        address: the start of the memory, at a page.
         nbytes: its size.
-        limit: bytes that this process pins at most, all registrations together; None for no limit. With 0 nothing is
-            pinned, which is no problem.
+        limit: the most bytes that this process pins, over all registrations; None for no limit. With 0 nothing is
+            pinned, without a ``problem``.
         piece: bytes to register at a time, whole pages.
 
     Returns:
@@ -312,9 +312,9 @@ def _text(cudart: Any, status: Any) -> str:
 
 
 def _apart(work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread of its own, and wait for it; raise errors of signal handlers after that.
+    """Run ``work`` in a separate thread, and wait for it; raise errors of signal handlers afterwards.
 
-    If no thread can be started, or it is unknown whether one was, whichever of the two comes first does it.
+    If no thread can be started, or it is unknown whether one was, the first of the two to arrive does the work.
     """
     claim = threading.Lock()
     done = threading.Event()
@@ -331,7 +331,7 @@ def _apart(work: Callable[[], None]) -> None:
                 work()
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
-                again = not isinstance(error, Exception)  # of a signal handler: the rest is still to be done
+                again = not isinstance(error, Exception)  # of a signal handler: the rest must still be done
         done.set()
 
     try:
@@ -359,7 +359,7 @@ def _forget() -> None:
 
 @atexit.register
 def _end() -> None:
-    # Memory that is still mapped is released with the interpreter: later than this.
+    # Memory that is still mapped is released with the interpreter, later than this.
     for registration in tuple(_known.live):
         registration.close()
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def range_of(name: str) -> AbstractContextManager[None]:
-    """Inside, torch's profiler shows a range of this ``name``, and so does NVTX where CUDA is in use.
+    """A context that torch's profiler shows as a range ``name``, and so does NVTX if CUDA is in use.
 
     If torch is not imported, no profiler can show it. A range costs a few microseconds.
     """

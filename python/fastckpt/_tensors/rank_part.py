@@ -1,4 +1,4 @@
-"""A tensor of one rank that is a part of a larger one, where no DTensor says so."""
+"""A tensor of one rank that is a part of a larger one, without a DTensor."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _LARGEST = 2**63
 
 
 class Part:
-    """A tensor that is a part of a larger one, the rest of which other ranks have.
+    """A tensor that is a part of a larger one; other ranks have the rest.
 
-    It describes a plain tensor as a DTensor describes itself: which elements of which tensor it has. In the state of
-    :func:`fastckpt.distributed.save`, it stands where the whole tensor would stand, which the checkpoint holds. In
-    ``into=`` of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was cut
-    when it was saved.
+    It describes which elements of which tensor a plain tensor has, as a DTensor does for itself. In the state of
+    :func:`fastckpt.distributed.save`, it takes the place of the whole tensor, which the checkpoint holds. In ``into=``
+    of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was sharded when
+    it was saved.
 
     All ranks together must have every element. Elements of several ranks must be equal (see
-    :class:`fastckpt.distributed.Ranks`). A rank that has none of it may leave it out, or give an empty tensor, which
-    spares the ranks a comparison of their names.
+    :class:`fastckpt.distributed.Ranks`). A rank without elements may leave it out, or give an empty tensor, which saves
+    the ranks a comparison of names.
 
     Args:
-        tensor: the elements that this rank has: a dense ``torch.Tensor`` on any device, and no DTensor. Its dtype, and
-            whether it is a ``Parameter``, are the same on all ranks, also if it is empty.
+        tensor: the elements that this rank has: a dense ``torch.Tensor`` on any device, not a DTensor. Its dtype, and
+            whether it is a ``Parameter``, must be the same on all ranks, even if it is empty.
         of: the shape of the whole tensor.
         at: for each dimension the index in the whole tensor at which ``tensor`` begins.
 
     Attributes:
         tensor: as given.
         shape: the shape of the whole tensor.
-        boxes: the elements of the whole tensor: for each box and dimension the first index, and one past the last. They
-            follow each other in ``tensor``, each in row-major order.
+        boxes: the elements of the whole tensor: for each box and dimension the first index, and one past the last.
+            ``tensor`` has the boxes in this order, each in row-major order.
 
     Raises:
         TypeError: ``of`` or ``at`` holds something other than integers, or ``tensor`` is not a tensor.
@@ -73,12 +73,12 @@ class Part:
 
     @classmethod
     def flat(cls, tensor: Any, *, of: Iterable[int], start: int) -> Part:
-        """A range of the elements of a tensor, in row-major order: as ZeRO and FSDP1 cut flattened parameters.
+        """A range of the elements of a tensor, in row-major order, like the flattened parameters of ZeRO and FSDP1.
 
         Args:
             tensor: the elements, one-dimensional and contiguous.
             of: the shape of the whole tensor.
-            start: the number of the first of them among all elements of the whole tensor.
+            start: the number of the first one among all elements of the whole tensor.
 
         Returns:
             The part.

@@ -1,4 +1,4 @@
-"""numpy's dtypes as plain values, and arrays of elements that are not plain: fields, raw bytes, Python objects."""
+"""numpy's dtypes as plain values, and arrays of other elements: fields, raw bytes, Python objects."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .numpy import KINDS, from_tensor, plain_dtype
 if TYPE_CHECKING:
     from .numpy import Array
 
-#: Dtypes inside dtypes inside dtypes.
+#: The depth of nested dtypes.
 _DEPTH = 32
 _VOID = r"\|V[0-9]{1,10}"
 _OBJECT = "|O"
 _MEMBERS = frozenset({"names", "formats", "offsets", "itemsize", "titles", "aligned"})
 
-#: The classes of dtypes: numpy has one for each kind.
+#: The classes of dtypes: numpy has one class for each kind.
 DTYPES = tuple({type(np.dtype(text)) for text in np.typecodes["All"]})
 
 
@@ -30,14 +30,14 @@ def describe_dtype(dtype: np.dtype[Any]) -> Parts:
 
 
 def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
-    """A dtype as a plain value: text, base and shape of a sub-array, or its fields as ``numpy.dtype`` takes them."""
+    """A dtype as a plain value: its string, base and shape of a sub-array, or its fields as for ``numpy.dtype``."""
     if depth > _DEPTH:
         raise Unsupported(f"a numpy dtype nested deeper than {_DEPTH} levels cannot be stored")
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return encode_dtype(base, depth + 1), shape
     if dtype.names is None:
-        # Types that libraries add can have the same text as a numpy type.
+        # Types added by libraries can have the same string as a numpy type.
         if (dtype.kind in KINDS or dtype.type in {np.void, np.object_}) and np.dtype(dtype.str) == dtype:
             return dtype.str
         raise Unsupported(f"the numpy dtype {dtype} cannot be stored: numpy alone does not know it")
@@ -59,7 +59,7 @@ def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
 
 
 def decode_dtype(value: Any, depth: int = 0) -> np.dtype[Any]:
-    """The dtype that :func:`encode_dtype` described; ValueError where it is none."""
+    """The dtype that :func:`encode_dtype` described; ValueError if it is none."""
     if depth > _DEPTH:
         raise ValueError("a dtype nested too deep")
     made: np.dtype[Any]
@@ -116,12 +116,12 @@ def encode_array(array: Array) -> dict[str, Any]:
 
 
 def decode_array(value: Any) -> Array:
-    """The array that :func:`encode_array` took apart: its bytes, or objects, in its shape."""
+    """The array that :func:`encode_array` encoded: its bytes, or objects, in its shape."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - dtype, shape, data
         described, shape, listed = members(value, "dtype", "shape", "data")
         if text(described) != _OBJECT or prod(integers(list(exact(shape, tuple)))) != len(exact(listed, list)):
             raise ValueError("not an array of objects")
-        # Neither sequences nor zero-dimensional arrays are taken apart.
+        # Neither sequences nor zero-dimensional arrays are unpacked.
         return np.fromiter(listed, object, len(listed)).reshape(shape)
     described, data = members(value, "dtype", "data")
     dtype, data = decode_dtype(described), from_tensor(data)
@@ -133,5 +133,5 @@ def decode_array(value: Any) -> Array:
 
 
 def decode_records(value: Any) -> Array:
-    """The same for a ``numpy.recarray``, whose fields are attributes."""
+    """As :func:`decode_array`, for a ``numpy.recarray``, whose fields are attributes."""
     return decode_array(value).view(np.recarray)

@@ -1,4 +1,4 @@
-"""Basic indexing of tensors that are still on disk: the box that an index takes, and its layout in memory."""
+"""Basic indexing of tensors that are still on disk: the box that an index selects, and its layout in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Box: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Part(NamedTuple):
-    """The part of an array that an index takes.
+    """The part of an array that an index selects.
 
     Attributes:
         box: its box in the array.
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
-    """Find the part that ``array[index]`` takes.
+    """Find the part that ``array[index]`` selects.
 
     Args:
         shape: the array's sizes.

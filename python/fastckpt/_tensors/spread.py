@@ -23,11 +23,11 @@ class Spread(NamedTuple):
     """The ranks of a group that hold a tensor.
 
     Attributes:
-        ranks: ascending where each has it whole, else in row-major order over the mesh; the rank of each of ``boxes``.
-        mesh: the size of each dimension of the mesh; empty where each of ``ranks`` has the tensor whole.
+        ranks: ascending if each has it whole, else in row-major order over the mesh; the rank of each of ``boxes``.
+        mesh: the size of each dimension of the mesh; empty if each of ``ranks`` has the tensor whole.
         placements: one for each dimension of the mesh.
-        boxes: where ranks have explicit boxes, these. Those of one rank follow each other in its memory, which is
-            contiguous if there are several. The spread that a rank makes itself has its own boxes only.
+        boxes: the explicit boxes of ranks, if any. The boxes of one rank are adjacent in its memory, which is
+            contiguous if there are several. The spread that a rank makes itself has only its own boxes.
     """
 
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class Spread(NamedTuple):
 
 
 def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> Spread:
-    """The spread of a mesh, without its dimensions of one rank: equal ones become the same."""
+    """The spread of a mesh, without its dimensions of size 1, so that equivalent spreads become equal."""
     kept = [(size, placement) for size, placement in zip(mesh, placements, strict=True) if size > 1]
     if all(placement == REPLICATE for _, placement in kept):
         return Spread(tuple(sorted(ranks)))
@@ -52,7 +52,7 @@ def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
 def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
     """For each dimension of a tensor that is cut, the dimensions of the mesh in the order in which they cut it.
 
-    A placement is strided if its dimension of the mesh cuts a tensor that later ones have cut before, into as many
+    A placement is strided if its dimension of the mesh cuts a tensor after later dimensions have cut it, into as many
     chunks as these have ranks. A dimension of a tensor whose strided placements have no such order is left out.
     """
     orders: dict[int, list[int]] = {}
@@ -76,7 +76,7 @@ def in_order(
 ) -> Spread:
     """The spread of a mesh whose dimensions cut a tensor in these orders, by the dimension of the tensor.
 
-    Dimensions of the mesh are reordered, so that each of them cuts what the ones before it have left.
+    Dimensions of the mesh are reordered, so that each cuts the result of the previous ones.
     """
     axes = list(range(len(mesh)))
     placed = list(placements)
@@ -126,7 +126,7 @@ def _applied(ranges: Ranges, placement: Placement, size: int, index: int) -> Ran
 
 
 def part_of(shape: Sequence[int], spread: Spread, rank: int) -> list[Ranges] | None:
-    """For each dimension of a tensor of ``shape`` the ranges that ``rank`` has; None where it has no part in it."""
+    """The ranges of ``rank`` in each dimension of a tensor of ``shape``; None if it has no part."""
     if rank not in spread.ranks:
         return None
     ranges: list[Ranges] = [[(0, size)] for size in shape]

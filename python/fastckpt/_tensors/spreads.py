@@ -24,7 +24,7 @@ class Spreads:
     Args:
         ranks: the global ranks of the group, in its order.
         rank: this rank in the group.
-        device_numbers: whether tokens of tensors on devices have the index of the device, which each rank has another.
+        device_numbers: whether tokens of tensors on devices have the index of the device, which differs by rank.
 
     Attributes:
         ranks: as given.
@@ -38,11 +38,11 @@ class Spreads:
         self.device_numbers = device_numbers
         self._rank = rank
         self._known: DTensors | None = None
-        #: Parts without elements, which must not be taken for others that get their place in memory.
+        #: Parts without elements, kept so that no later object gets their identity.
         self._empty: list[object] = []
 
     def describe_of(self, kind: type) -> Describe | None:
-        """How to describe a type of such tensors; None for any other type."""
+        """The function that describes a type of these tensors; None for any other type."""
         if issubclass(kind, Part):
             return lambda part: self._describe_part(part, part)
         if kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch."):
@@ -79,7 +79,7 @@ class Spreads:
             storage = local.untyped_storage()._cdata  # noqa: SLF001 - the storage of a state is alive as long as it is
             tie: Any = (storage, local.storage_offset(), local.dtype, local.stride(), value.shape, boxes)
         else:
-            # It has no memory by which it could be told from another.
+            # It has no memory that would distinguish it from another.
             self._empty.append(owner)
             tie = id(owner)
         logical = stored.logical
@@ -106,7 +106,7 @@ def _kind(value: Any) -> str:
 
 
 def refuse_part(_: Part) -> Stored:
-    """Refuse a part in a save or load that is not of ranks."""
+    """Refuse a Part in a save or load of one process."""
     raise Unsupported(
         "a Part belongs into the state of fastckpt.distributed.save, or into= of its load, which all ranks call"
     )

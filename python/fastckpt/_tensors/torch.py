@@ -1,4 +1,4 @@
-"""Torch: tensors to their stored form, and back. No other file imports torch, and this one is imported late."""
+"""Converts torch tensors to their stored form, and back. No other file imports torch, and this one is imported late."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 _STORED_NAMES = {DTYPES[plain]: name for name, plain in PLAIN_NAMES.items() if plain in DTYPES}
 _QUANTIZED = {name: DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES}
 
-#: dtype: its name in the file, and the logical one where that is only ``U8``. Quantised tensors are stored in parts.
+#: dtype: its name in the file, and the logical one if the file only has ``U8``. Quantised tensors are stored in parts.
 _STORED: dict[torch.dtype, tuple[str, str | None]] = {
     dtype: (_STORED_NAMES[dtype], None) if dtype in _STORED_NAMES else ("U8", str(dtype))
     for dtype in DTYPES.values()
@@ -71,7 +71,7 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
-#: Up to this many elements, torch copies in the calling thread alone, whatever its number of threads.
+#: Up to this many elements, torch copies only in the calling thread, whatever its number of threads.
 _SERIAL = 30 << 10
 
 _strided = torch.strided
@@ -106,7 +106,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             name, logical = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
-            # A storage can be resized under its tensors: memory that it no longer holds is not theirs.
+            # A storage can be resized under its tensors: they lose memory that it no longer holds.
             if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
                 _no_address(value)
             # An empty tensor has no address, and is tied only to itself.
@@ -117,7 +117,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None, None))
         return _describe_other(value, flags)
     except RuntimeError as error:
-        # A tensor of a transform (torch.func) or of a back end without memory.
+        # A tensor of a transform (torch.func), or of a backend without memory.
         raise Unsupported(f"its memory cannot be reached: {error}") from error
 
 
@@ -172,7 +172,7 @@ def describe_nested(value: Tensor) -> Parts:
 
 
 def encode_nested(value: Tensor) -> dict[str, Any]:
-    """The tensors in a nested tensor: separate ones, or one tensor of which they are ranges along one dimension."""
+    """The tensors in a nested tensor: separate tensors, or one tensor of which they are ranges along one dimension."""
     whole: Any = value.detach()
     if value.layout is _strided:
         parts: dict[str, Any] = {"constituents": list(whole.unbind()), "dtype": value.dtype}
@@ -260,7 +260,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe one of torch's types, or None; Unsupported for a tensor subclass that cannot be taken apart."""
+    """How to describe a type of torch, or None; Unsupported for a tensor subclass that cannot be decomposed."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         reason = _why_not(kind)
@@ -272,7 +272,7 @@ def describe_of(kind: type) -> Describe | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """``module``, ``optimizer`` or ``scheduler`` for an object of torch's, or None."""
+    """``module``, ``optimizer`` or ``scheduler`` for an object of torch, or None."""
     if isinstance(value, torch.nn.Module):
         return "module"
     if isinstance(value, torch.optim.Optimizer):
@@ -290,14 +290,14 @@ def random_states() -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": torch.get_rng_state()}
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)
-        # Asking begins the use of a device.
+        # A query initialises a device.
         if module is not None and module.is_initialized():
             found[kind] = module.get_rng_state_all()
     return found
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators of the devices that are here."""
+    """Set the generators of the available devices."""
     for kind, state in states.items():
         if kind == "cpu":
             torch.set_rng_state(state)
@@ -325,7 +325,7 @@ def extra_states(module: torch.nn.Module) -> set[str] | None:
 
 
 def reacts(module: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` does more for a module than to copy tensors: hooks and overrides."""
+    """Whether ``load_state_dict`` does more for a module than copy tensors: hooks and overrides."""
     base = torch.nn.Module
     return type(module).load_state_dict is not base.load_state_dict or any(
         getattr(part, "_load_state_dict_pre_hooks", None)
@@ -365,7 +365,7 @@ _REFUSED = {
 
 
 def _why_not(kind: type[Tensor]) -> str | None:
-    """Return why tensors of a subclass cannot be stored, or None if it has data or a protocol of its own."""
+    """Return why tensors of a subclass cannot be stored, or None if it has data or its own protocol."""
     for base in kind.__mro__:
         if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
             return f"a {base.__name__} {_REFUSED[base.__name__]}"
@@ -381,7 +381,7 @@ def _why_not(kind: type[Tensor]) -> str | None:
 
 
 def without_class(value: Tensor) -> Tensor:
-    """The data of a tensor of a subclass that holds it itself, as a plain tensor over the same memory."""
+    """The data of a tensor of a subclass that holds its own data, as a plain tensor over the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad)
 
@@ -393,7 +393,7 @@ def with_class(value: Any, cls: type[Tensor]) -> Tensor:
         return tensor.detach().as_subclass(cls).requires_grad_(tensor.requires_grad)
 
 
-# Bytes in and out of any tensor, in pieces.
+# Copies of bytes into and out of any tensor, in pieces.
 
 
 class _Flip:
@@ -401,7 +401,7 @@ class _Flip:
 
     Args:
         size: bytes of an element.
-        signs: which bytes of one hold a sign bit to change, always in the highest bit.
+        signs: which bytes of an element hold a sign bit to change, always the highest bit.
     """
 
     __slots__ = ("signs", "size")
@@ -466,13 +466,13 @@ def mover_out(value: Tensor) -> Mover:
 
 
 def recast(value: Tensor, name: str) -> _cast_out.Recast | None:
-    """``value`` in the dtype of that name; None where this torch has none, RuntimeError where it cannot convert it."""
+    """``value`` cast to the dtype of that name; None if this torch lacks it, RuntimeError if it cannot convert."""
     dtype = DTYPES.get(name)
     return None if dtype is None else _cast_out.recast_tensor(torch, value, dtype, *_STORED[dtype])
 
 
 def mover_in(value: Tensor) -> Mover | None:
-    """Copies ranges into a strided tensor on a device or with flipped signs; None where address and strides suffice."""
+    """Copies ranges into a strided tensor on a device or with flipped signs; None if address and strides suffice."""
     raw, flip = _bare(value)
     inference = value.is_inference()
     if not value.is_cpu:
@@ -500,7 +500,7 @@ def pin(
 ) -> _pinned.Registration | None:
     """Pin host memory for copies from and to ``devices``; see :func:`.pinned.register`.
 
-    None where no device knows pinning.
+    None if no device supports pinning.
     """
     for device in devices:
         found = _pinned.register(torch, device, address, nbytes, limit, piece or _pinned.PIECE)
@@ -510,7 +510,7 @@ def pin(
 
 
 def device_of(name: Any) -> torch.device | None:
-    """The device of that name, or None for host memory; ValueError where there is none."""
+    """The device of that name, or None for host memory; ValueError if it does not exist."""
     try:
         found = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -521,7 +521,7 @@ def device_of(name: Any) -> torch.device | None:
         module = torch.get_device_module(found)
         count = module.device_count() if module.is_available() else 0
     except (RuntimeError, AttributeError):
-        count = 0  # a kind that has no memory, or that this build of torch does not know
+        count = 0  # a kind without memory, or unknown to this build of torch
     if (found.index or 0) >= count:
         raise ValueError(f"there is no device {name} here")
     return found
@@ -536,7 +536,7 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    # A range that no profiler records would cost more than everything else here; torch before 2.0 cannot tell.
+    # An unrecorded range would cost more than everything else here; torch before 2.0 cannot report recording.
     seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:
@@ -549,7 +549,7 @@ def range_of(name: str) -> Iterator[None]:
 
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:
-    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns the inverse."""
+    """Call ``function`` before each step of any optimizer, in the stepping thread; returns the inverse function."""
     # Dynamo would trace it into compiled steps, with guards on values that other threads change meanwhile.
     hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
     undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
@@ -569,7 +569,7 @@ def changed(tensors: Sequence[Tensor]) -> None:
 
 
 def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:
-    """The dtype of a stored tensor; None where this torch has none of that name."""
+    """The dtype of a stored tensor; None if this torch has none of that name."""
     if logical is None:
         return DTYPES.get(PLAIN_NAMES.get(dtype, ""))
     if not logical.startswith(TORCH_PREFIX):
@@ -584,7 +584,7 @@ def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor of the shape of ``tensor``, on its device; spread over ranks as that is."""
+    """A new tensor of the shape of ``tensor``, on its device; spread over ranks in the same way."""
     return torch.empty_like(tensor.detach(), dtype=dtype)
 
 
@@ -639,7 +639,7 @@ def size(token: list[Any]) -> torch.Size:
 
 
 def dtype(token: list[Any]) -> torch.dtype:
-    """The decoder of a ``torch.dtype``; LookupError where this torch has none of that name."""
+    """The decoder of a ``torch.dtype``; LookupError if this torch has none of that name."""
     _, name = token
     return DTYPES[text(name)]
 
@@ -707,7 +707,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     expected = shape if pack is None else (-(-math.prod(shape) // pack),)
     (stored,) = _tensors([stored])
     home = stored.device
-    # It is assembled in host memory, where every kind can be made.
+    # It is assembled in host memory, which supports every kind.
     stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
         raise ValueError("stored integers that do not fit")
@@ -767,7 +767,7 @@ def encode_generator(value: torch.Generator) -> dict[str, Any]:
 
 
 def decode_generator(_: Any, value: Any) -> torch.Generator:
-    """The random generator of that device in that state; UnsupportedTypeError where the device is not here."""
+    """The random generator of that device in that state; UnsupportedTypeError if the device is missing."""
     device, state = members(value, "device", "state")
     (state,) = _tensors([state])
     state = state.cpu()
@@ -788,7 +788,7 @@ def decode_generator(_: Any, value: Any) -> torch.Generator:
 
 
 def _check_twister(state: Tensor) -> None:
-    """Refuse a state of the CPU's generator that makes torch read beyond its numbers: it checks less."""
+    """Refuse a state of the CPU's generator that would make torch read beyond its numbers: torch checks less."""
     # The seed, how many numbers are left, whether it was seeded, the index of the next one; then the numbers.
     _, left, _, following = struct.unpack_from("<QiiQ", state.numpy().tobytes())
     if left < 1 or left + following > _NUMBERS + 1:
@@ -800,7 +800,7 @@ _NUMBERS = 624
 
 
 def decode_nested(_: Any, value: Any) -> Tensor:
-    """The nested tensor of its constituents, or of the tensors that they are ranges of."""
+    """The nested tensor of its constituents, or of the tensors of which they are ranges."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
         constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
         if type(dtype) is not torch.dtype:
@@ -818,7 +818,7 @@ def _jagged(values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
     _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
     if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
         raise ValueError("a jagged dimension that is not there")
-    # torch's kernels do not check them.
+    # torch's kernels do not check these.
     if any(part is not None and part.dtype not in (torch.int32, torch.int64) for part in (offsets, lengths)):
         raise ValueError("offsets or lengths of a nested tensor that are not integers")
     if offsets.dim() != 1 or not len(offsets) or (lengths is not None and lengths.shape != (len(offsets) - 1,)):

@@ -1,1 +1,1 @@
-"""The command line and its own helpers: it uses the package as any program does."""
+"""The command line and its helpers: it uses the package like any other program."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-#: The meaning of each state, for people.
+#: The meaning of each state, in words.
 STATES = {
     "alive": "its writer is running",
     "dead": "not needed: the next save here removes it (of a copy: the same copy continues it)",

@@ -1,6 +1,6 @@
 """The command ``fastckpt``: inspect, verify, compare, copy, import, export, plan, measure and clean up checkpoints.
 
-Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
+Exit status: 0 for success, 1 for a damaged checkpoint (in ``doctor`` for warnings, in ``bench --check`` for storage
 slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, also for an
 error; with ``--quiet``, nothing. Everything else goes to standard error. docs/command-line.md has the schemas.
 """
@@ -40,14 +40,14 @@ from . import runs as _runs
 from .places import place
 
 OK, DAMAGED, FAILED = 0, 1, 2
-#: Options that stand anywhere.
+#: Options that may stand anywhere.
 _EVERYWHERE = ("--json", "--quiet")
 
 _PLACE = "the checkpoint: its directory or URL"
 
 #: As many as fit on a screen; the rest are counted.
 _LINES = 12
-#: Levels of metadata that are shown: JSON is nested as Python recurses.
+#: Levels of metadata that are shown: Python's JSON encoder recurses.
 _DEPTH = 100
 _WIDTH = 100
 
@@ -66,17 +66,17 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too.
+    """A parser that raises, so that ``--json`` applies to errors in the command line, too.
 
     Args:
-        page: the text of ``--help``, where the options are too many for argparse to fit on a screen.
+        page: the text of ``--help``, if argparse's would not fit on a screen.
     """
 
     def __init__(self, *, page: str = "", **others: Any) -> None:
         # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self.page = page
-        # For the help alone: `main` takes them out, wherever they stand.
+        # Only for the help: `main` removes them, wherever they stand.
         self.add_argument("--json", action="store_true", help="print one JSON document")
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
     ls = command("ls", "list tensors, or the checkpoints in a directory", "Of a run: size, speed, metrics, why kept.")
-    ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or what is above several")
+    ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or a directory above several")
     _runs.add_options(ls)
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 
@@ -163,7 +163,7 @@ def _tensors(checkpoint: fastckpt.types.Checkpoint) -> list[dict[str, Any]]:
 
 
 def _metadata(checkpoint: fastckpt.types.Checkpoint) -> Any:
-    """Return the caller's metadata as JSON can hold it, or, where only the program that saved it can read it, why."""
+    """Return the caller's metadata as JSON values, or the reason if only the saving program can read it."""
     try:
         return _plain(checkpoint.metadata)
     except UnsupportedTypeError as error:
@@ -275,7 +275,7 @@ def _when(created: float) -> str:
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Every byte against its checksum."""
+    """Compare every byte with its checksum."""
     if options.all:
         return _verify_all(options)
     report = fastckpt.verify(options.path, io=fastckpt.IO(progress=options.progress))
@@ -288,7 +288,7 @@ def _verified(report: fastckpt.types.VerifyReport) -> dict[str, Any]:
 
 
 def _verify_all(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Every checkpoint in a directory; one that cannot be read does not stop the rest."""
+    """Verify every checkpoint in a directory; an unreadable one does not stop the rest."""
     found, lines, statuses = fastckpt.list(options.path), [], []
     if not found:
         raise NotACheckpointError(
@@ -358,7 +358,7 @@ _QUOTED = r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]"
 
 
 def _with_flags(message: str, operation: str, flags: Mapping[str, str], path: str) -> str:
-    """``message`` with options of the command in the place of the arguments of Python that it names."""
+    """``message`` with Python's argument names replaced by options of the command."""
     message = re.sub("^IO: ", f"{operation}: ", message)
     every = message.startswith(f"{operation}: give ")
     parts = re.split(f"({re.escape(path)}|{_QUOTED})" if len(path) > 1 else f"({_QUOTED})", message)
@@ -379,14 +379,14 @@ def _with_flags(message: str, operation: str, flags: Mapping[str, str], path: st
 
 
 def _open_streams() -> None:
-    """Where the caller has closed standard output or standard error, nothing is written."""
+    """Replace standard output or standard error by a null device if the caller has closed it."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
             setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
 
 
 def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options that stand anywhere, and the other arguments."""
+    """The options that may stand anywhere, and the other arguments."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     found = [one for one in arguments[:end] if one in _EVERYWHERE]
     return found, [*(one for one in arguments[:end] if one not in _EVERYWHERE), *arguments[end:]]

@@ -1,4 +1,4 @@
-"""``fastckpt copy``: a checkpoint to another directory or object store."""
+"""``fastckpt copy``: copies a checkpoint to another directory or object store."""
 
 from __future__ import annotations
 

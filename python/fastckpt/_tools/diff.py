@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-#: Bytes of a tensor that are held at a time for each checkpoint; float64 of both takes up to sixteen times as much.
+#: Bytes of a tensor in memory at a time per checkpoint; both in float64 need up to sixteen times as much.
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
 _NUMBERS = "biufc"
@@ -34,9 +34,9 @@ class Difference:
 
     Attributes:
         name: its name.
-        dtype: its dtype in the first, and, where that differs, in the second: ``float32 -> bfloat16``.
+        dtype: its dtype in the first, and, if different, in the second: ``float32 -> bfloat16``.
         shape: its shape in the first, or in both.
-        elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
+        elements: the number of differing elements, or bytes if several elements share one; None if the shapes differ.
         max_abs: the largest absolute difference of two elements; nan if only one of them is a number; None if they are
             not numbers.
         relative: the Euclidean norm of the difference divided by the norm of the first tensor; inf if that is zero;
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def compare(first: fastckpt.types.Checkpoint, second: fastckpt.types.Checkpoint, name: str) -> Difference | None:
-    """Compare one tensor of two checkpoints; None where they are equal.
+    """Compare one tensor of two checkpoints; None if they are equal.
 
     Args:
         first: The first checkpoint.
@@ -141,7 +141,7 @@ def compare(first: fastckpt.types.Checkpoint, second: fastckpt.types.Checkpoint,
 
 
 def _parts(shape: tuple[int, ...], nbytes: int) -> Iterator[Any]:
-    """Indices of parts of a tensor of this shape that cover it, and are small where its first dimension allows it."""
+    """Indices of parts that cover a tensor of this shape, small if its first dimension permits."""
     if not shape or nbytes <= _PIECE:
         yield ...
         return
@@ -151,7 +151,7 @@ def _parts(shape: tuple[int, ...], nbytes: int) -> Iterator[Any]:
 
 
 def _array(part: Any) -> np.ndarray[Any, Any]:
-    """A tensor as the array that holds its values; bytes, where numpy and torch have no other form of them."""
+    """A tensor as the array that holds its values; as bytes if numpy and torch have no other form."""
     if isinstance(part, np.ndarray):
         return part
     try:
@@ -165,16 +165,16 @@ def _array(part: Any) -> np.ndarray[Any, Any]:
 
 
 def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Numbers with the precision that their differences are taken in: float64 or complex128, more where they have."""
+    """Numbers in the precision for their differences: float64 or complex128, or more if they have more."""
     least = np.complex128 if part.dtype.kind == "c" else np.float64
     # An integer of 64 bits does not fit the 53 bits of a float64.
     return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
 
 
 def _values(a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
-    """Name, former and present text of each value that differs and is not a tensor.
+    """Name, old and new text of each different value that is not a tensor.
 
-    A loop, because states nest deeper than Python recurses; names are joined where one is shown.
+    A loop, because states nest deeper than Python recurses; names are joined only when shown.
     """
     rest: list[tuple[Any, Any, _Name | None]] = [(a, b, None)]
     while rest:
@@ -216,7 +216,7 @@ def _joined(name: _Name | None) -> str:
     return ".".join(filter(None, reversed(steps)))
 
 
-#: A placeholder where only one of two mappings has a key.
+#: A placeholder for a key that only one of two mappings has.
 _NOTHING: Any = object()
 #: The names of the parts of composed tensors.
 _PARTS = {
@@ -287,7 +287,7 @@ def _cut(text: str) -> str:
 
 
 def _contrasted(before: str, after: str) -> tuple[str, str]:
-    """Two texts that differ, cut so that it can be seen where."""
+    """Two different texts, cut so that the difference shows."""
     pairs = enumerate(zip(before, after, strict=False))
     same = next((at for at, (x, y) in pairs if x != y), min(len(before), len(after)))
     if same < _WORD // 2:
@@ -297,13 +297,13 @@ def _contrasted(before: str, after: str) -> tuple[str, str]:
 
 
 def _order(one: Difference) -> tuple[bool, float, str]:
-    """Tensors that cannot be measured first, then the most changed."""
+    """Sort key: tensors that cannot be measured first, then the most changed."""
     measured = one.relative is not None and not math.isnan(one.relative)
     return measured, -(one.relative or 0.0) if measured else 0.0, one.name
 
 
 def _as_json(one: Difference) -> dict[str, Any]:
-    """A number for JSON, which has no nan and no infinity."""
+    """A number for JSON, which has neither nan nor infinity."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(one).items()

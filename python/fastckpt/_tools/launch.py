@@ -1,4 +1,4 @@
-"""``fastckpt run``: a program that somebody else wrote, with the doors of its frameworks installed."""
+"""``fastckpt run``: runs a program with the integrations of its frameworks installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What each Python process below imports first: ``integrations/_site/sitecustomize.py``.
+#: The directory of the module that each Python process below imports first: ``integrations/_site/sitecustomize.py``.
 _SITE = str(Path(__file__).parents[1] / "integrations" / "_site")
 
 
@@ -23,20 +23,20 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command(
         "run",
         "run a training program that saves through fastckpt",
-        "The frameworks that it imports (transformers, accelerate) save as after the install() of "
-        "fastckpt.integrations, in all of its processes, as in: fastckpt run -- torchrun train.py. The exit status is "
-        "the program's.",
+        "It calls install() of fastckpt.integrations for the frameworks that the program imports (transformers, "
+        "accelerate), in all of its processes, as in: fastckpt run -- torchrun train.py. The exit status is the "
+        "program's.",
     )
     parser.add_argument("program", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="a command, or a Python file")
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    """Become the program.
+    """Replace this process by the program.
 
     Raises:
-        FileNotFoundError: there is no such command.
+        FileNotFoundError: the command does not exist.
         ImportError: a package is missing.
-        ValueError: there is no command.
+        ValueError: no command is given.
     """
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:

@@ -1,4 +1,4 @@
-"""``fastckpt rm`` and ``pin``: one checkpoint goes, or stays whatever the policies of its run decide; and ``top``."""
+"""``fastckpt rm`` and ``pin``: remove a checkpoint, or keep it whatever the policies of its run decide; and ``top``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def remove(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Remove one; return exit status, JSON document and lines."""
+    """Remove one checkpoint; return exit status, JSON document and lines."""
     path = options.path if isinstance(options.path, str) else os.fspath(options.path.absolute())
     fastckpt.remove(path, force=options.force)
     return 0, {"path": path, "removed": True}, [f"removed {path}"]
 
 
 def pin(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Pin one, or unpin it; return exit status, JSON document and lines."""
+    """Pin or unpin one checkpoint; return exit status, JSON document and lines."""
     if isinstance(options.path, str):
         raise ValueError(f"pin: {options.path!r} is a URL: the run's manager pins there")  # noqa: TRY004
     path = options.path.absolute()
@@ -61,8 +61,8 @@ def pin(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def top(arguments: Sequence[str]) -> int:
-    """Run the monitor, which is a distribution of its own; returns its exit status."""
-    # Beside this command first: an environment need not be activated.
+    """Run the monitor, which is a separate distribution; returns its exit status."""
+    # Look beside this command first: an environment need not be activated.
     where = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     program = shutil.which("fastckpt-top", path=os.pathsep.join(where))
     if program is None:

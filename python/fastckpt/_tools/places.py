@@ -15,14 +15,14 @@ def option(name: str) -> str:
 
 
 def path(text: str) -> Path:
-    """A path. An empty one, as of a variable that is not set, would be the current directory."""
+    """A path. Refuses an empty one, as from an unset variable, which would be the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return Path(text)
 
 
 def place(text: str) -> Path | str:
-    """A path, also of ``file://``; another URL unchanged, since a Path would fold its slashes."""
+    """A path, even from ``file://``; another URL unchanged, because a Path would fold its slashes."""
     if not text.lower().startswith("file:/"):
         return text if is_url(text) else path(text)
     try:

@@ -1,4 +1,4 @@
-"""``fastckpt ls`` of a run, and ``fastckpt prune``: its checkpoints, which are kept and why, and which are not."""
+"""``fastckpt ls`` of a run, and ``fastckpt prune``: its checkpoints, which of them are kept, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastckpt.keep import Policy
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
-#: What a manager writes beside its checkpoints.
+#: The files that a manager writes beside its checkpoints.
 _CACHE = ".fastckpt-run.json"
 _IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
 
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_run(options: argparse.Namespace) -> bool:
-    """Whether ``ls`` is asked for a run: a manager has saved in the directory, or an option of runs is given."""
+    """Whether ``ls`` must list a run: a manager has saved in the directory, or an option for runs is given."""
     if options.keep is not None or options.name is not None:
         if options.pattern is not None:
             raise ValueError(f"ls {options.path}: --keep and --name are for a run, PATTERN is for one checkpoint")
@@ -186,7 +186,7 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
             with fastckpt.open(one.path) as checkpoint:
                 speed, metadata = checkpoint.origin.gigabytes_per_second, checkpoint.metadata
             metrics = _numbers(metadata, "metrics")
-            # Each one knows how much changed since the one before it.
+            # Each one records how much changed since the previous one.
             noted = metadata.get("lineage") if isinstance(metadata, dict) else None
             if isinstance(noted, dict):
                 changed[noted.get("changed_of")] = _numbers(noted, "changed")
@@ -220,7 +220,7 @@ def _numbers(metadata: Any, name: str) -> dict[str, float]:
 
 
 def step_of(name: str, form: str) -> int | None:
-    """The step whose checkpoint is called ``name``; None where it is something else."""
+    """The step of the checkpoint ``name``; None if the name is not that of a step."""
     try:
         steps = [int(digits) for digits in re.findall("[0-9]+", name)]
         return next((step for step in steps if form.format(step=step) == name), None)
@@ -265,7 +265,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Only 0 is shown as ``0 %``: readers look for that."""
+    """Only 0 is shown as ``0 %``, which has a meaning for readers."""
     return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"  # noqa: PLR2004 - of what is shown
 
 
@@ -274,7 +274,7 @@ def _when(created: float | None) -> str:
 
 
 def _files_of(path: str) -> list[str]:
-    """The names of the files that a manager's ``files=`` has put beside a checkpoint."""
+    """The names of the files that a manager's ``files=`` added beside a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         noted = checkpoint.metadata.get("lineage") if isinstance(checkpoint.metadata, dict) else None
     files = noted.get("files") if isinstance(noted, dict) else None

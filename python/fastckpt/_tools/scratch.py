@@ -1,4 +1,4 @@
-"""A directory for trials, removed also when a signal ends the process."""
+"""A directory for trials, removed even if a signal ends the process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ENDING = [signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 
 class _Ended(BaseException):
-    """A signal arrived that ends the process."""
+    """A signal that ends the process has arrived."""
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent again when the block ends.
+    """A context that raises SIGINT, SIGTERM and SIGHUP as an exception, or holds them, and resends them at its end.
 
-    Only those that would have their default effect, and only in the main thread: no other thread receives them.
+    Only signals with their default effect, and only in the main thread: no other thread receives them.
     """
 
     def __init__(self, *, held: bool = False) -> None:
@@ -57,14 +57,14 @@ class Signals:
 
 @contextlib.contextmanager
 def scratch(directory: str | os.PathLike[str], tool: str) -> Iterator[tuple[Path, contextlib.ExitStack]]:
-    """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
+    """A context with a temporary directory, removed even after Ctrl-C or a termination signal.
 
-    The exit callbacks of the block run before the directory is removed, and no signal comes in between.
+    The exit callbacks of the context run before the directory is removed, and no signal comes in between.
     """
     path = Path(directory, f".fastckpt-{tool}-{os.getpid()}-{os.urandom(8).hex()}")
     ending = contextlib.ExitStack()
     with Signals() as signals:
-        # A signal may come right after the directory was made, or right before it is removed.
+        # A signal may come just after the directory is made, or just before it is removed.
         try:
             try:
                 path.mkdir(mode=0o700)

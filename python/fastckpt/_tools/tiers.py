@@ -1,7 +1,7 @@
-"""Yardsticks for checkpoint storage: NVIDIA's tiers and the workloads of MLPerf Storage, as data.
+"""Reference data for checkpoint storage: NVIDIA's tiers and the workloads of MLPerf Storage.
 
-GB is 10^9 bytes, GiB 2^30. The compiled core and the monitor, which share no Python with this package, hold the same
-tiers for ``set_target`` and ``--target``; a test compares them.
+GB is 10^9 bytes, GiB 2^30. The compiled core and the monitor, which share no Python code with this package, have the
+same tiers for ``set_target`` and ``--target``; a test compares them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Workload:
     """One checkpoint workload of MLPerf Storage v2.0.
 
     Attributes:
-        name: as ``--workload`` takes it: ``llama3-8b``.
+        name: as for ``--workload``: ``llama3-8b``.
         tp: tensor parallelism.
         pp: pipeline parallelism.
         dp: data parallelism.
         zero: ZeRO stage.
         gib: the published size of the whole checkpoint, in GiB (MLPerf prints "GB" and means 2^30).
-        parameters: the number whose 14 bytes each make that size.
+        parameters: the number that gives this size at 14 bytes each.
     """
 
     name: str
@@ -81,10 +81,10 @@ class Workload:
 
         Stage 3 cuts weights and optimizer state over all processes. Stage 1 cuts only the optimizer state: the weights
         are written by the first data-parallel replica, that is by the first ``tp * pp`` ranks. Tensor and pipeline
-        parallelism are taken to cut evenly.
+        parallelism are assumed to cut evenly.
 
         Args:
-            rank: 0 to ``processes - 1``; tensor parallel ranks count fastest, data parallel ones slowest.
+            rank: 0 to ``processes - 1``; tensor-parallel ranks vary fastest, data-parallel ones slowest.
 
         Returns:
             Bytes of weights and bytes of optimizer state.

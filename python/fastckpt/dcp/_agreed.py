@@ -1,7 +1,7 @@
-"""Data that the ranks of a save exchange in addition to the state that all describe alike.
+"""Data that the ranks of a save exchange in addition to the common description of the state.
 
-The answer has no part for each rank, except for boxes, which belong to ranks by nature: equal ones of several ranks are
-sent once, and so are those of tensors that are cut alike.
+The answer does not grow with the ranks, except by their boxes: equal boxes of several ranks are sent once, and so are
+boxes of tensors that are cut in the same way.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Known:
         answer: of :func:`decide_told`.
 
     Attributes:
-        model_key: the coordinator's.
-        values: of each value with tensors the rank whose it is, and the tensors, by its key.
-        strange: the keys of tensors that some rank can describe by boxes alone.
-        planned: the keys that are in a plan, of ranks whose planners may leave some out.
-        warnings: about values that differ.
+        model_key: that of the coordinator.
+        values: for each value with tensors, by its key, its rank and the tensors.
+        strange: the keys of tensors that some rank can describe only by boxes.
+        planned: the keys in the plans of ranks whose planners may leave some out.
+        warnings: about different values.
     """
 
     def __init__(self, answer: list[Any]) -> None:
@@ -50,7 +50,7 @@ class Known:
 
 
 def combine_told(told: Sequence[list[Any]]) -> list[Any]:
-    """Several messages combined: optimizers with numbers, values, where they differ, strange keys, planned entries."""
+    """Combine messages: optimizers with numbers, values, their differences, strange keys, planned entries."""
     ids, values, differing, strange, planned = zip(*told, strict=True)
     plans = [keys for keys in planned if keys is not None]
     return [
@@ -62,7 +62,7 @@ def combine_told(told: Sequence[list[Any]]) -> list[Any]:
 
 
 def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) -> list[Any]:
-    """The facts for all ranks; ``values`` takes the tokens of each value by its key.
+    """The facts for all ranks; ``values`` receives the tokens of each value by its key.
 
     Raises:
         ValueError: ranks have optimizers whose numbers refer to different parameters.
@@ -115,12 +115,12 @@ class Boxes:
         return min(boxes[0][0] for boxes in self.spreads[number])
 
     def core(self, number: int) -> list[_core.Spread]:
-        """A cut as the core takes it."""
+        """A cut in the core's form."""
         return [_core.Spread.boxes(boxes) for boxes in self.spreads[number]]
 
 
 def combine_cuts(told: Sequence[list[Any]]) -> list[Any]:
-    """The boxes of several ranks combined: dtype and shape of each tensor, and its ranks by mesh and box."""
+    """Combine the boxes of several ranks: dtype and shape of each tensor, and its ranks by mesh and box."""
     tensors: dict[str, list[Any]] = {}
     for key, about, meshes in chain.from_iterable(told):
         known = tensors.get(key)
@@ -136,7 +136,7 @@ def combine_cuts(told: Sequence[list[Any]]) -> list[Any]:
 
 
 def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
-    """The cuts, and which tensor has which; equal ones are one.
+    """The cuts, and the cut of each tensor; equal cuts are merged.
 
     Raises:
         CheckpointError: a part of a tensor is in no box.
@@ -163,7 +163,7 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
             held.append(sum(prod(stop - start for start, stop in box) for holders in cut for box, _ in holders))
         _, shape, logical = json.loads(about[0][1])
         sizes = shape if logical is None else logical[1]
-        # Boxes that overlap may hide a gap, which the core finds.
+        # Overlapping boxes may hide a gap, which the core finds.
         if held[number] < prod(sizes):
             raise CheckpointError(
                 f"dcp.save: {key!r} of the sizes {sizes} is incomplete here ({held[number]} of {prod(sizes)} "

@@ -1,4 +1,4 @@
-"""A save of one process alone, which has all of its tensors whole."""
+"""A save of one process, which has all of its tensors whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Alone(SingleProcess):
-    """This process alone, with a plan.
+    """One process, with a plan.
 
     Args:
         brought: the state to save, without boxes.
@@ -36,7 +36,7 @@ class Alone(SingleProcess):
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
             UnsupportedTypeError: something cannot be stored; the message names it.
-            ValueError: two entries are in each other's way, or ``model_key`` leads to no mapping.
+            ValueError: two entries conflict, or ``model_key`` leads to no mapping.
         """
         values: dict[str, str] = {}
         known = Known(

@@ -2,13 +2,13 @@
 
 Each entry of the planner's state is one of these:
 
-- A plain tensor: every rank that has it has it whole. They share the work, and their copies are compared.
+- A plain tensor: every rank that has it has all of it. These ranks share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: the lowest rank's that has it, with all tensors in it. torch's plan leaves each value to some rank, and
-  values of several ranks together would be a state that no rank held. Tokens travel to the coordinator alone, with
-  digests of the tensors; all ranks hear of the tensors in a value, for their order is that of the state.
-- Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
-  hears who has which.
+- A value: that of the lowest rank that has it, with all tensors in it. torch's plan assigns each value to some rank,
+  and a mixture of values of several ranks would be a state that no rank held. Tokens are sent to the coordinator only,
+  with digests of the tensors; all ranks receive the tensors in a value, because their order is that of the state.
+- Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all tensors that other planners cut. Every
+  rank learns which rank has which box.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Boxed:
 
 
 class _OfOne:
-    """A value that has tensors, all of one rank."""
+    """A value with tensors, all of one rank."""
 
     __slots__ = ("tensors",)
 
@@ -69,7 +69,7 @@ class _Described(Spreads):
     """Describes tensors that are spread over ranks: DTensors, tensors in values of one rank, and boxes."""
 
     def describe_of(self, kind: type) -> Describe | None:
-        """How to describe a type of such tensors; None for any other type."""
+        """The function that describes a type of these tensors; None for any other type."""
         own: dict[type, Describe] = {_OfOne: self._value, Given: self._given, Boxed: self._boxed}
         return own.get(kind) or super().describe_of(kind)
 
@@ -103,11 +103,11 @@ class Brought:
         types: the types with names that are known.
         ranks: the global ranks of the group, in its order.
         rank: this rank in the group.
-        local: the plan that this rank made; None where its planner has kept it, or this process is alone.
+        local: the plan that this rank made; None if its planner has kept it, or this is a save of one process.
 
     Attributes:
         rank: as given.
-        strange: the keys of tensors that this rank can describe by boxes alone.
+        strange: the keys of tensors that this rank can describe only by boxes.
 
     Raises:
         UnsupportedTypeError: a value cannot be stored; the message names it.
@@ -128,10 +128,10 @@ class Brought:
         self._types = types
         self._planner = planner
         self._paths = _paths(plan, planner)
-        #: For tensors, the items of the plan, and those that this rank adds because torch left them to other ranks.
+        #: For tensors, the items of the plan, and items that this rank adds because torch assigned them to other ranks.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
-        #: For values that cannot be stored, and that all plans may leave out: the reason.
+        #: The reason, for values that cannot be stored and that all plans may leave out.
         self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
@@ -175,7 +175,7 @@ class Brought:
         self._others.update(values)
 
     def _describe(self) -> None:
-        """Tell the tensors that are whole or spread over a mesh from those that boxes describe alone."""
+        """Distinguish tensors that are whole or spread over a mesh from tensors that only boxes describe."""
         spreads = Spreads(self._ranks, self.rank)
         shards = {
             key for key, items in self._items.items() if any(item.type == _torch.WriteItemType.SHARD for item in items)
@@ -214,10 +214,10 @@ class Brought:
         return [numbers, values, [], self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
-        """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
+        """A digest for each optimizer state whose parameters are numbers: of the shapes for each number."""
         state = self._state or {}
         here = [(path, state[key]) for key, path in self._paths.items() if key in state]
-        # Also of an optimizer without state: that of another rank may be of other parameters.
+        # Even for an optimizer without state: the state of another rank may be of other parameters.
         found: dict[Path, list[Any]] = {
             path[:-3]: []
             for path, value in here
@@ -254,7 +254,7 @@ class Brought:
         return told
 
     def _mesh_of(self, key: str) -> str:
-        """The identity of the mesh by which this rank has a tensor: a box of two meshes belongs to two tensors."""
+        """The identity of the mesh that spreads a tensor of this rank: a box of two meshes belongs to two tensors."""
         value = None if self._state is None else self._state.get(key)
         if not isinstance(value, _torch.DTensor):
             return ""
@@ -275,7 +275,7 @@ class Brought:
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
             UnsupportedTypeError: something in it cannot be stored; the message names its place.
-            ValueError: two entries are in each other's way.
+            ValueError: two entries conflict.
         """
         root = self._nested(known, boxes)
         spreads = _Described(self._ranks, self.rank, device_numbers=len(self._ranks) == 1)

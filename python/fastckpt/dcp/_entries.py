@@ -1,7 +1,7 @@
 """Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
-Its planners look into mappings, and into lists that hold tensors or mappings; everything else is one entry. A key is
-made a string. The same is done here to the structure of a checkpoint, so that the keys match those of a state.
+Its planners flatten mappings, and lists that hold tensors or mappings; everything else is one entry. Keys become
+strings. This module does the same to the structure of a checkpoint, so that the keys match those of a state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from fastckpt._state.unflatten import Token
 
-#: Tensors made of several parts.
+#: Composed tensors.
 _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 
 class Entry(NamedTuple):
-    """One entry: the keys that lead to it, and which tokens it has. ``composed``: a tensor made of several."""
+    """One entry: the keys that lead to it, and its tokens. ``composed``: a tensor made of several."""
 
     path: tuple[str | int, ...]
     start: int
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """The entries of a structure that has been checked, in order, by their dotted keys; and its containers.
+    """The entries of a checked structure, in order, by their dotted keys; and its containers.
 
     Raises:
         CheckpointError: the state is not a mapping, or two entries have one key.
@@ -89,7 +89,7 @@ def _children(ends: list[int], position: int) -> Iterator[int]:
 
 
 def _items(tokens: list[Token], ends: list[int], position: int) -> Iterator[tuple[str, int]]:
-    """The keys of a mapping as strings, and where their values begin."""
+    """The keys of a mapping as strings, and the positions of their values."""
     key = position + 1 + (tokens[position][0] == "ddict")
     while key < ends[position]:
         value = ends[key]
@@ -116,9 +116,9 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
 
 
 class Known(dict[str, Any]):
-    """The metadata of all entries. A key that leads to several is found, too, but not listed.
+    """The metadata of all entries. A key that leads to several entries is found, too, but not listed.
 
-    Planners with ``flatten_state_dict=False`` request such keys, and take the contents as one value.
+    Planners with ``flatten_state_dict=False`` request such keys, and read the contents as one value.
 
     Args:
         entries: the metadata of each entry.

@@ -1,9 +1,9 @@
-"""Boxes of stored tensors, read into tensors that exist: any strides, any device, any dtype.
+"""Reads boxes of stored tensors into existing tensors: any strides, any device, any dtype.
 
-A tensor that cannot take the values is refused by its key: torch's copy into some of them is wrong without an error.
+A tensor that cannot hold the values is refused by its key: for some, torch's copy is silently wrong.
 
-Tensors that share memory, as tied weights and a buffer beside views into it do, are filled one after the other, as
-torch does. Afterwards each of them must have the values that it was filled with.
+Tensors that share memory, like tied weights or a buffer and views into it, are filled one after another, as torch does.
+Afterwards each of them must have the values that it was filled with.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DENSE, _QUANTIZED = "a dense tensor", "a quantised tensor"
 
 
 class Request(NamedTuple):
-    """What ``_core.ReadRequest`` takes."""
+    """The arguments of ``_core.ReadRequest``."""
 
     tensor: int
     address: int
@@ -51,13 +51,13 @@ class Asked:
     Attributes:
         key: its key in the state.
         given: the planner's tensor, detached if it is dense.
-        target: what is filled: that, without the elements that it repeats.
+        target: the tensor to fill: ``given`` without the elements that it repeats.
         box: of the stored tensor.
         number: of the stored tensor; None for one that is made of several.
         spots: device and layout of the memory that has its elements, as far as it has addresses.
-        value: what is copied to it at the end; None where it is read straight.
+        value: the value to copy to it at the end; None if it is read directly.
         others: the targets that share memory with it.
-        filled: what it had when it had been filled, if others share its memory.
+        filled: its contents after it was filled, if others share its memory.
     """
 
     key: str
@@ -83,13 +83,13 @@ class Fill:
         self._places: dict[Any, Asked] = {}
 
     def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
-        """Ask for a box of a stored tensor, which has these tokens, for a tensor of the box's sizes.
+        """Request a box of a stored tensor with these tokens, for a tensor of the box's sizes.
 
-        One that is made of several is then given to :meth:`give`.
+        A composed tensor is later passed to :meth:`give`.
 
         Raises:
-            StructureMismatchError: ``given`` is of another kind or has other sizes, only a dense one can be filled in
-                part, or its elements share memory otherwise than in the checkpoint.
+            StructureMismatchError: ``given`` is of another kind or has other sizes, or is partly requested but not
+                dense, or its elements share memory unlike in the checkpoint.
         """
         kind, sizes = _stored_kind(tokens[0])
         if _kind_of(given) != kind:
@@ -105,7 +105,7 @@ class Fill:
                 f"load: {key!r}: a box of the sizes {wanted} was requested, but the tensor to fill has the sizes "
                 f"{list(given.shape)}"
             )
-        # Only dense ones: ``detach`` of a tensor without strides makes a new one, and a copy into it would be lost.
+        # Only dense tensors: ``detach`` of a tensor without strides makes a new one, and a copy into it would be lost.
         target = given.detach() if kind == _DENSE else given
         asked = Asked(key, target, target, box, tokens[0][1] if tokens[0][0] == "tensor" else None)
         if prod(wanted):
@@ -121,7 +121,7 @@ class Fill:
         return asked
 
     def settle(self) -> None:
-        """All has been asked for: make the requests, and take those of targets for whole tensors of values.
+        """After the last :meth:`ask`, make the requests, and add those for whole tensors of values.
 
         The memory of the latter has an address.
 
@@ -164,7 +164,7 @@ class Fill:
         return False
 
     def _read(self, asked: Asked, number: int) -> None:
-        """Request a box; it has its own memory if the target is not a plain tensor, or shares its memory."""
+        """Request a box, in separate memory if the target is not a plain tensor or shares its memory."""
         target, dtype = asked.target, self.targets.tensor_dtype(number)
         _, layout = layout_of(target) if type(target) is _tensors.Tensor else ("", None)
         if layout is None or asked.others or not _memory.is_nested(layout):
@@ -194,13 +194,13 @@ class Fill:
         self.requests.append(Request(index, 0, room, box))
 
     def give(self, asked: Asked, value: Any) -> None:
-        """Take a tensor that is made of several, whole, for the end.
+        """Accept a composed tensor, whole, to be copied at the end.
 
         Raises:
-            StructureMismatchError: its integers have another meaning than those of the tensor to fill.
+            StructureMismatchError: its integers mean something else than those of the tensor to fill.
         """
         if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
-            # torch's copy would change it in this tensor object, and not in others over the same memory.
+            # torch's copy would change it in this tensor object, but not in others over the same memory.
             raise StructureMismatchError(
                 f"load: {asked.key!r} is quantised with another scale, zero point or dtype in the checkpoint than in "
                 "the state: give a tensor with the same, or load it with fastckpt.load"
@@ -213,10 +213,10 @@ class Fill:
         asked.value = value
 
     def finish(self) -> None:
-        """Once all has been read.
+        """Finish after everything has been read.
 
         Raises:
-            StructureMismatchError: a tensor cannot take its values, or lost them to another one in its memory.
+            StructureMismatchError: a tensor cannot hold its values, or another tensor in its memory overwrote them.
         """
         shared = []
         for asked in self._asked:
@@ -230,7 +230,7 @@ class Fill:
         _tensors.changed([asked.given for asked in self._asked if isinstance(asked.given, _tensors.Tensor)])
         for asked in shared:
             if not _is_as_filled(asked):
-                # With its values back, the one that has others has lost its own.
+                # Restoring its values overwrites those of the other tensor.
                 for part, filled in zip(_parts_of(asked.target), asked.filled, strict=False):
                     _copy(part, filled, asked.key)
                 other = next((one for one in asked.others if not _is_as_filled(one)), asked.others[-1])
@@ -241,7 +241,7 @@ class Fill:
 
 
 def _unrepeated(target: Any, base: Sequence[int]) -> Any:
-    """A tensor without the elements that it repeats where an expanded one of this base does, too."""
+    """A tensor without the elements that it repeats and an expanded tensor of this base also repeats."""
     for dimension, (size, step) in enumerate(zip(base, target.stride(), strict=True)):
         if size == 1 and not step:
             target = target.narrow(dimension, 0, 1)
@@ -254,7 +254,7 @@ def _share(one: Asked, other: Asked) -> None:
 
 
 def _parts_of(target: Any) -> list[Any]:
-    """The plain tensors whose memory has the elements of a tensor, as far as torch tells; the elements first."""
+    """The plain tensors whose memory has the elements of a tensor, as far as torch reports them; the elements first."""
     if not isinstance(target, _tensors.Tensor) or target.is_meta or target.is_nested:
         return []
     target = target.detach()
@@ -275,7 +275,7 @@ def _spots_of(target: Any) -> list[tuple[str, Any]]:
     """Devices and layouts of the memory of a tensor."""
     found = []
     for part in _parts_of(target):
-        # One without storage may raise.
+        # A tensor without storage may raise.
         with suppress(RuntimeError):
             if part.numel() and part.data_ptr():
                 found.append(layout_of(part))
@@ -283,7 +283,7 @@ def _spots_of(target: Any) -> list[tuple[str, Any]]:
 
 
 def _is_as_filled(asked: Asked) -> bool:
-    """Whether a tensor has the bytes that it had when it had been filled."""
+    """Whether a tensor still has the bytes with which it was filled."""
     now = _parts_of(asked.target)
     return len(now) == len(asked.filled) and all(
         one.shape == other.shape and _torch.torch.equal(_bytes_of(one), _bytes_of(other))
@@ -293,7 +293,7 @@ def _is_as_filled(asked: Asked) -> bool:
 
 def _bytes_of(part: Any) -> Any:
     plain = part.resolve_conj().resolve_neg().contiguous()
-    # One of a single element counts as contiguous whatever its strides are.
+    # A tensor of a single element counts as contiguous whatever its strides are.
     return plain.as_strided((plain.numel(),), (1,)).view(_torch.torch.uint8)
 
 
@@ -303,7 +303,7 @@ def _copy(target: Any, value: Any, key: str) -> None:
         with torch.no_grad(), torch.inference_mode(target.is_inference()):
             target.copy_(value)
     except (RuntimeError, TypeError) as error:
-        # Errors of devices, and of memory that has run out, are none of the tensor.
+        # Errors of devices and out-of-memory errors are not errors of the tensor.
         if type(error) not in (RuntimeError, NotImplementedError, TypeError) or "allocate" in str(error):
             raise
         first = str(error).strip().partition("\n")[0]
@@ -314,7 +314,7 @@ def _copy(target: Any, value: Any, key: str) -> None:
 
 
 def _stored_kind(token: Token) -> tuple[str, Sequence[int]]:
-    """The kind of a stored tensor, and the sizes of one that is not dense, by its first token."""
+    """The kind of a stored tensor, by its first token, and the sizes if it is not dense."""
     tag, *rest = token
     if tag == "coo":
         return "a tensor of the layout torch.sparse_coo", rest[0]
@@ -341,7 +341,7 @@ def _quantizer_of(tensor: Any) -> Any:
 
 
 def _check_itself(layout: Any, key: str) -> None:
-    """Refuse a tensor that is not empty if elements share memory: two that differ first in one of the dimensions.
+    """Refuse a tensor with elements that share memory, unless it is empty: two that differ first in one dimension.
 
     torch refuses only expanded ones.
     """

@@ -1,7 +1,7 @@
-"""fastckpt's writer and reader in the place of torch's, for programs that name those themselves.
+"""fastckpt's writer and reader in place of torch's, for programs that name torch's.
 
-The classes of torch stay unchanged, under every name that they have been imported by; only calling one of them makes
-another object. Classes derived from them are not touched.
+torch's classes stay unchanged, by whatever name they were imported; but a call of one makes another object. Derived
+classes are not affected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._torch import FileSystemReader, FileSystemWriter
 from ._writer import Writer
 
 _MANIFEST = "fastckpt.json"
-#: Arguments of torch's writer about how its files are written, which our writer decides itself.
+#: Arguments of torch's writer about how its files are written, which have no effect here.
 _IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
 
 _installed = Installed()
@@ -39,7 +39,7 @@ class InstalledReader(Reader):
         self._torchs: Any = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """A new load begins; see :meth:`fastckpt.dcp.Reader.reset`."""
+        """Begin a new load; see :meth:`fastckpt.dcp.Reader.reset`."""
         super().reset(checkpoint_id)
         self._torchs = None
 
@@ -77,26 +77,26 @@ class InstalledReader(Reader):
 def install(**options: Any) -> Installation:
     """Make programs that name torch's ``FileSystemWriter`` and ``FileSystemReader`` use fastckpt.
 
-    For accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From now on
-    a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
-    whatever name they were imported. A directory that torch itself wrote is read by torch. Classes derived from
-    torch's, and writers with extensions or of another serialization format, stay unchanged.
+    It is for accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From
+    now on a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
+    whatever name they were imported. torch still reads directories that it wrote. Classes derived from torch's, and
+    writers with extensions or of another serialization format, stay unchanged.
 
     The arguments of torch's writer about how its files are written have no effect; ``overwrite`` has.
 
-    torch pickles values that it does not know, and fastckpt never does. So a save refuses some values that torch's
-    writer accepts, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class
-    is not a named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
-    (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
-    ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
-    program has not declared, unless it is given ``registry=Registry(undeclared="plain")``.
+    torch pickles values of unknown types; fastckpt never does. So a save refuses some values that torch's writer
+    accepts, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class is not
+    a named tuple, dataclass, enum or subclass of a built-in type, unless it is registered with
+    :func:`fastckpt.register_type` (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
+    ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of undeclared
+    classes, except with ``registry=Registry(undeclared="plain")``.
 
     Args:
-        **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
-            (``ranks``, ``registry``, ``io``) are the readers', too.
+        **options: arguments for the writers, except the path; those of :class:`fastckpt.dcp.Reader` (``ranks``,
+            ``registry``, ``io``) are also for the readers.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
         TypeError: the writer has no such argument.
@@ -112,7 +112,7 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
-    # Those raise errors of their own.
+    # Their classes raise their own errors.
     Writer(None, **options)
     Reader(None, **_for_readers(options))
     _prepare()
@@ -120,9 +120,9 @@ def install(**options: Any) -> Installation:
 
 
 def _prepare() -> None:
-    """Let calls of torch's classes ask whether fastckpt is installed.
+    """Make calls of torch's classes check whether fastckpt is installed.
 
-    That stays: a class whose ``__new__`` has been deleted no longer accepts arguments.
+    The check is permanent: a class whose ``__new__`` was deleted no longer accepts arguments.
     """
     global _prepared  # noqa: PLW0603 - once a process
     if _prepared:
@@ -134,7 +134,7 @@ def _prepare() -> None:
         (FileSystemReader, _reader, InstalledReader),
     ):
         _answer(torchs, make)
-        torchs.register(ours)  # isinstance() holds for what a call makes
+        torchs.register(ours)  # isinstance() is true for the result of a call
     for executor in executors:
         _make_writers_here(executor)
 
@@ -149,9 +149,9 @@ def _answer(torchs: Any, make: Any) -> None:
 
 
 def _make_writers_here(executor: Any) -> None:
-    """Make the writer of an asynchronous save that is given a path alone when it begins, and not where it is needed.
+    """Make the writer of an asynchronous save with only a path when the save begins, not where it is needed.
 
-    That is in another process, where nothing is installed, or in a thread, when the installation may have ended.
+    It is needed in another process, where nothing is installed, or in a thread, after the installation may have ended.
     """
 
     def execute_save(options: dict[str, Any], torchs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ def _make_writers_here(executor: Any) -> None:
 
 
 def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """A writer for the arguments of torch's, or None if torch's is to be used."""
+    """A writer for the arguments of torch's writer, or None to use torch's."""
     # In the order of torch 2.6 and later.
     names = (*_IRRELEVANT[:5], "overwrite", "_extensions", "serialization_format")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -178,7 +178,7 @@ def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
-    """A reader for the arguments of torch's, or None if torch's is to be used."""
+    """A reader for the arguments of torch's reader, or None to use torch's."""
     if _extension_registry is not None:
         return None
     return InstalledReader(path, **_for_readers(options))
@@ -189,7 +189,7 @@ def _for_readers(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made(kind: Any, *args: Any) -> Any:
-    """An object of torch's own, also while fastckpt is installed."""
+    """An object of torch's class, even while fastckpt is installed."""
     made = object.__new__(kind)
     made.__init__(*args)
     return made

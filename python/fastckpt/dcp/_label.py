@@ -1,6 +1,6 @@
-"""The label of a save or a load of several ranks: its coordinator draws it, and each rank gets it with its plan.
+"""The label of a save or load of several ranks: the coordinator draws it, and each rank gets it with its plan.
 
-Ranks cannot count these calls: a rank whose planner raises never gets as far as the storage, and no other rank knows.
+Ranks cannot count these calls: if the planner of a rank raises, it never reaches the storage, and no other rank knows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _here = threading.local()
 class Label(str):
     """A label in the ``storage_data`` of a plan.
 
-    It is noted in the thread that unpickles it: a planner that keeps plans for later saves drops the new label, and
-    hands out a plan with the label of an earlier save.
+    The thread that unpickles it records it: a planner that keeps plans for later saves drops the new label, and returns
+    a plan with the label of an earlier save.
     """
 
     __slots__ = ()
@@ -33,17 +33,17 @@ def _received(text: str) -> Label:
 
 
 def forget() -> None:
-    """A save or a load begins in this thread."""
+    """Begin a save or a load in this thread."""
     _here.label = None
 
 
 def labelled(plans: list[Any]) -> list[Any]:
-    """The plans of all ranks, with one label that no other call has."""
+    """The plans of all ranks, with one label that is unique to this call."""
     label = _received(secrets.token_hex(8))
     return [dataclasses.replace(plan, storage_data=label) for plan in plans]
 
 
 def label_of(plan: Any) -> Label | None:
-    """The label of the save or the load that a plan belongs to; None where its coordinator gave none."""
+    """The label of the save or the load that a plan belongs to; None if the coordinator gave none."""
     label = getattr(_here, "label", None) or plan.storage_data
     return label if isinstance(label, Label) else None

@@ -1,8 +1,8 @@
-"""Writes torch's ``.metadata``, by which other tools recognise a directory as a checkpoint.
+"""Writes torch's ``.metadata``, by which other tools recognise a checkpoint directory.
 
-It describes the checkpoint and leads to no bytes. torch's own reader looks for the bytes in a file whose name tells
-which reader to use: it raises an error, and never returns values. It is a pickle of torch's own classes, which nothing
-of fastckpt ever reads.
+It describes the checkpoint without leading to its bytes. torch's own reader looks for the bytes in a file that does not
+exist, whose name shows which reader to use: it raises an error, and never returns values. The file is a pickle of
+torch's own classes, which fastckpt never reads.
 """
 
 from __future__ import annotations

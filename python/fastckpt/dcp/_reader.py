@@ -1,4 +1,4 @@
-"""The reader that torch.distributed.checkpoint takes: checkpoints of fastckpt into any state, by boxes."""
+"""The reader for torch.distributed.checkpoint: checkpoints of fastckpt into any state, by boxes."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class Reader(_torch.StorageReader):
     """A StorageReader for ``torch.distributed.checkpoint.load``.
 
     It reads checkpoints of :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save`,
-    into states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed
-    to the planner in the form that its ``torch.load`` expects.
+    into states of any sharding: boxes are read directly into the local tensors. Values are decoded without pickle, and
+    passed to the planner in the form that its ``torch.load`` expects.
 
-    Keys are those of torch's planners: joined with dots, each converted to a string; tuples and values of other types
-    are one entry. Every block that is read whole is compared with its checksum.
+    Keys are those of torch's planners: joined with dots, each converted to a string; a tuple or a value of another type
+    is one entry. Every block that is read completely is compared with its checksum.
 
     Dense tensors of any strides and dtype are filled. Sparse and quantised ones are filled from tensors of their kind,
-    with the same scale and zero point. Tensors that share memory, as tied weights and views into one buffer do, are
+    with the same scale and zero point. Tensors that share memory, like tied weights and views into one buffer, are
     filled if the checkpoint has the same values for it; a tensor that overlaps itself is refused.
 
     Args:
-        path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
+        path: the checkpoint's directory; may be left out if ``dcp.load`` gets a ``checkpoint_id``.
         ranks: the process group passed to ``dcp.load``, None for the default group, or a
-            :class:`fastckpt.distributed.Ranks`. These ranks read each byte once from the storage and pass it on; in
-            other loads, each rank reads what it needs.
+            :class:`fastckpt.distributed.Ranks`. These ranks read each byte once from the storage and send it to the
+            others; in other loads, each rank reads its own data.
         registry: as for :func:`fastckpt.load`.
         io: as for :func:`fastckpt.load`, without ``mmap``.
 
@@ -139,25 +139,24 @@ class Reader(_torch.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans; if all ranks of the process group take part, they have a label, and the ranks read together."""
+        """The plans, with a label if all ranks of the process group take part, which then read together."""
         return (
             labelled(plans) if len(plans) > 1 and _torch.group_size(self._ranks.process_group) == len(plans) else plans
         )
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
-        """Read the plan's requests, straight into the tensors that the planner gives.
+        """Read the plan's requests, directly into the tensors of the planner.
 
         Raises:
             CorruptCheckpointError: bytes differ from those that were written; the message names the place.
             RanksError: another rank failed, or does not answer.
             ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
-            StructureMismatchError: a tensor of the planner cannot take the values, or two that share memory have
-                others in the checkpoint; the message names the keys.
+            StructureMismatchError: a tensor of the planner cannot hold the values, or two that share memory have
+                different ones in the checkpoint; the message names the keys.
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
-            RuntimeWarning: with a registry that says ``undeclared="plain"``, types that are not known, once for all of
-                them.
+            RuntimeWarning: with ``Registry(undeclared="plain")``, unknown types, once for all of them.
         """
         opened, path = self._opened, self._path
         if opened is None or path is None:
@@ -190,7 +189,7 @@ class Reader(_torch.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether this names a directory: a path, and no URL."""
+        """Whether this names a directory: a path, not a URL."""
         try:
             path_of("load", checkpoint_id)
         except (TypeError, ValueError):
@@ -214,7 +213,7 @@ class _Work:
         self.values: list[tuple[_torch.ReadItem, Entry, int, Asked | None]] = []
 
     def ask(self) -> list[Request]:
-        """Boxes straight into tensors, and the tensors that values need."""
+        """Request boxes directly into tensors, and the tensors that values need."""
         for item in self.plan.items:
             entry, asked = self.opened.find(item.storage_index.fqn), None
             tokens = self.opened.tokens[entry.start : entry.end]
@@ -230,7 +229,7 @@ class _Work:
         return self.fill.requests
 
     def finish(self) -> None:
-        """Once all has been read: give the planner its values."""
+        """After everything has been read, give the planner its values."""
         made = iter(self.targets.values())
         for item, entry, count, asked in self.values:
             value = self.opened.value(entry, [next(made) for _ in range(count)])
@@ -252,11 +251,11 @@ class _Opened:
         self.reader = _core.Reader(path, keep=True)
         self.stored = self.reader.tensors()
         self.tokens: list[Token] = parse(self.reader.structure())
-        # Types are looked up only in what is loaded.
+        # Types are looked up only in the loaded part.
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")
-        #: Names of types whose values came back in their stored form.
+        #: Names of types whose values were returned in their stored form.
         self.unknown: dict[str, None] = {}
 
     def find(self, key: str) -> Entry:

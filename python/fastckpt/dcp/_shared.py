@@ -1,4 +1,4 @@
-"""A load of several ranks: each byte is read from the storage once, by one rank, which passes it on.
+"""A load of several ranks: each byte is read from the storage once, by one rank, which sends it to the others.
 
 If all ranks are on one host, the page cache does that.
 """
@@ -43,7 +43,7 @@ def read_together(
         here: the process group.
         operation: the operation, in its body.
         path: the checkpoint's directory.
-        timeout: seconds of silence that are waited for.
+        timeout: the most seconds of silence of a rank.
         asked: computes the reads of this rank.
 
     Returns:
@@ -62,7 +62,7 @@ def read_together(
         combine=_combine,
         decide=lambda arrived: _decide(path, arrived),
     )
-    # One rank may read for another, whose bytes are to be compared.
+    # One rank may read for another, whose bytes must be verified.
     reading = reading._replace(io=replace(reading.io, verify=verify))
     share: _core.Share | None = None
     outcome: dict[str, Any] = {}
@@ -94,12 +94,12 @@ def read_together(
 
 
 def gathered(lists: list[list[Any]]) -> list[Any]:
-    """Lists of pairs of rank and value as one, in the order of the ranks."""
+    """Merge lists of pairs of rank and value, in the order of the ranks."""
     return sorted((one for each in lists for one in each), key=lambda one: one[0])
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:
-    """Up to two hosts, whether all may read cached pages, whether any compares, two manifests, and the gloo groups."""
+    """Combine up to two hosts, whether all may read cached pages, whether any verifies, two manifests, gloo groups."""
     hosts, may, checks, manifests, offers = zip(*arrivals, strict=True)
     two = [sorted(set(chain.from_iterable(each)))[:2] for each in (hosts, manifests)]
     return [two[0], all(may), any(checks), two[1], Link.combine(offers)]
@@ -123,7 +123,7 @@ def _unite(demands: list[Any]) -> str:
 
 
 def _wanted(united: list[Any]) -> tuple[list[tuple[int, list[int]]], list[_core.Spread]]:
-    """The arguments of ``Share.to_load``: tensors that are cut alike have one spread."""
+    """The arguments of ``Share.to_load``: tensors that are cut in the same way have one spread."""
     spreads: dict[Any, int] = {}
     wanted = []
     for tensor, holders in united:

@@ -1,4 +1,4 @@
-"""Copies of states in host memory that is kept from save to save, for ``dcp.async_save``."""
+"""Copies states to host memory that is kept from save to save, for ``dcp.async_save``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Stager:
     """An AsyncStager for ``dcp.async_save`` that copies states into memory that fastckpt keeps for the next save.
 
     All tensors of a state share one range of huge pages, which is pinned if they come from a GPU. Ties between tensors
-    are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as nothing refers
-    to the tensors of the copy any more. :func:`fastckpt.background.release_buffers` frees the kept memory.
+    are kept. The copy is done when :meth:`stage` returns; the next copy can reuse its memory once nothing refers to the
+    copied tensors. :func:`fastckpt.background.release_buffers` frees the kept memory.
     """
 
     _synchronize_after_execute = False
@@ -37,7 +37,7 @@ class Stager:
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict`` that later changes of the state do not reach, on the CPU.
+        """A copy of ``state_dict`` on the CPU, which later changes of the state do not affect.
 
         Mappings, lists and tuples are copied as plain ones; DTensors stay DTensors of the same mesh and placements.
         """
@@ -49,24 +49,24 @@ class Stager:
         return made
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the copy is done."""
 
     def close(self) -> None:
-        """Frees nothing: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
+        """Do nothing: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
 
 
 class _Lease:
-    """Memory that is given back when the last tensor in it has gone."""
+    """Memory that is given back when the last tensor in it is gone."""
 
     __slots__ = ("give", "memory")
 
     def __init__(self, memory: host_memory.Memory) -> None:
         self.memory = memory
-        # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
+        # Module globals may be gone when the interpreter ends, so needed values are bound here.
         self.give: Any = host_memory.Memory.give
 
     def spoil(self) -> None:
-        """Memory that a broken device was writing to must not be reused."""
+        """Prevent reuse: a failed device was writing to this memory."""
         self.give = host_memory.Memory.close
 
     def __del__(self) -> None:
@@ -153,7 +153,7 @@ class _Copier:
         nbytes = value.numel() * value.element_size()
         if not nbytes:
             return _torch.torch.empty(value.shape, dtype=value.dtype)
-        # Small tensors of a device that are packed without gaps share a copy.
+        # Small device tensors that are packed without gaps share a copy.
         aligned = _ALIGNED if value.is_cpu else value.element_size()
         begin = -(-self.used // aligned) * aligned
         self.used = begin + nbytes
@@ -182,7 +182,7 @@ class _Copier:
 
 
 def _locals(value: Any) -> list[Any]:
-    """The tensors in this process's memory that a tensor consists of."""
+    """The tensors in this process's memory of which a tensor consists."""
     if isinstance(value, _torch.DTensor):
         return [value._local_tensor]  # noqa: SLF001
     if isinstance(value, _torch.ShardedTensor):
@@ -191,13 +191,13 @@ def _locals(value: Any) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a tensor is dense and of no class of its own: others are copied as they can."""
+    """Whether a tensor is dense and of torch's own class: others are copied by their own methods."""
     plain = type(value) in (_torch.Tensor, _torch.Parameter) and value.layout is _torch.torch.strided
     return plain and not value.is_quantized and not value.is_nested and not value.is_meta
 
 
 def _identity(value: Any) -> Any:
-    """The common key of two tensors that are one."""
+    """A key that tied tensors share."""
     storage = value.untyped_storage()
     where = (storage._cdata, value.storage_offset())  # noqa: SLF001 - no public name tells empty storages apart
     return (*where, value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())

@@ -1,8 +1,7 @@
 """Rebuilds the nested structure of a save from the flat entries of a planner.
 
-Ranks describe it with lists as mappings of positions, so that the structures of several ranks can be united key by key.
-An entry that is a value of one rank is represented by a word, or a tuple of the tensors in it; the coordinator inserts
-the value.
+Ranks describe it with lists as mappings of positions, so that the structures of several ranks can be merged key by key.
+A value of one rank is represented by a word, or a tuple of the tensors in it; the coordinator inserts the value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ VALUE = "a value"
 
 
 class About(NamedTuple):
-    """An entry that is one tensor: stored dtype, logical dtype and shape, or None, and the sizes that the user sees."""
+    """A tensor as an entry: stored dtype, logical dtype and shape, or None, and the sizes that the user sees."""
 
     dtype: str
     logical: tuple[str, Sequence[int]] | None
@@ -33,10 +32,10 @@ class About(NamedTuple):
 
 
 def insert(root: dict[Any, Any], path: Path, leaf: Any, key: str) -> None:
-    """Put an entry where its keys lead.
+    """Insert an entry at its keys.
 
     Raises:
-        ValueError: another one is in its way.
+        ValueError: it conflicts with another entry.
     """
     node: Any = root
     for step in path[:-1]:
@@ -49,7 +48,7 @@ def insert(root: dict[Any, Any], path: Path, leaf: Any, key: str) -> None:
 
 
 def _is_list(node: dict[Any, Any], more: Any = None) -> bool | None:
-    """Whether a mapping is one of positions; None where only some keys are."""
+    """Whether the keys of a mapping are positions; None if only some are."""
     kinds = {type(key) is int for key in (node if more is None else (*node, more))}
     return None if len(kinds) > 1 else kinds == {True}
 
@@ -62,7 +61,7 @@ def _two_kinds(key: str) -> str:
 
 
 class _Positions(dict[int, Any]):
-    """A list, by positions: not all of them are known."""
+    """A list, by positions: some may be missing."""
 
 
 def finish(
@@ -95,7 +94,7 @@ class _Entries:
         self.found: dict[str, tuple[Path, About | None]] = {}
 
     def at(self, position: int, path: Path) -> Any:
-        """The node at a position: a mapping, positions of a list, or the tokens of an entry."""
+        """The node at a position: a mapping, a list by positions, or the tokens of an entry."""
         head, key = self._tokens[position], ".".join(map(str, path))
         if type(head) is not list or head[0] != "dict":
             return self._entry(self._tokens[position : self._ends[position]], path, key)
@@ -136,7 +135,7 @@ def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
 def _restore_numbers(root: dict[Any, Any]) -> None:
     """Turn parameter numbers that torch made strings into numbers again, and restore the empty state that it dropped.
 
-    Else ``load_state_dict`` of an optimizer would silently find no state for its parameters.
+    Otherwise ``load_state_dict`` of an optimizer would silently find no state for its parameters.
     """
     todo: list[dict[Any, Any]] = [root]
     while todo:
@@ -154,7 +153,7 @@ def _restore_numbers(root: dict[Any, Any]) -> None:
             items = [(ids.get(key, key), value) for key, value in state.items()]
             state.clear()
             state.update(items)
-            # An optimizer's own order.
+            # The order of an optimizer.
             node["param_groups"] = node.pop("param_groups")
 
 

@@ -36,7 +36,7 @@ class Together(ProcessGroup):
     Args:
         session: the process group.
         operation: the common operation of its ranks, in its body.
-        ranks: who they are, and how they save together.
+        ranks: the ranks, and how they save together.
         brought: the contribution of this rank.
     """
 
@@ -78,7 +78,7 @@ class Together(ProcessGroup):
                     decide=lambda told: decide_cuts(told, operation.alive),
                 )
             )
-        # The options of the first rank apply.
+        # The options of the coordinator apply.
         request.settings = replace(settings, files=settings.files._replace(model_key=known.model_key))
         brought.fill(request, known, self._boxes)
         agreed = super().agree(request)
@@ -107,5 +107,5 @@ class Together(ProcessGroup):
         return tensors, spreads
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """The options, without the step: the metadata of other ranks do not count."""
+        """The options without the step, because metadata of other ranks do not count."""
         return [super()._terms(request)[0], []]

@@ -64,7 +64,7 @@ def group_size(group: Any) -> int:
 
 
 def gives_objects(planner: SavePlanner) -> bool:
-    """Whether a planner hands out the values themselves, and the tensors of its state unchanged."""
+    """Whether a planner returns the values themselves, and the tensors of its state unchanged."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     return isinstance(planner, DefaultSavePlanner) and all(
@@ -82,7 +82,7 @@ def keeps_state(planner: SavePlanner) -> bool:
 
 
 def plans_all(planner: SavePlanner) -> bool:
-    """Whether everything in the ranks' own plans is in the plan that a planner makes from them."""
+    """Whether a planner's global plan contains everything in the plans of the ranks."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     names = ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan")
@@ -118,7 +118,7 @@ def async_executors() -> list[Any]:
 
 
 def copy_shard_fields(source: Any, made: Any) -> None:
-    """Let ``made`` represent the same shards of a larger tensor as ``source``, if it represents some."""
+    """Make ``made`` represent the same shards of a larger tensor as ``source``, if it represents any."""
     if all(hasattr(source, name) for name in _SHARD_FIELDS):
         for name in _SHARD_FIELDS:
             setattr(made, name, getattr(source, name))
@@ -170,7 +170,7 @@ __all__ = [
 
 
 def kept_plan(planner: Any) -> SavePlan | None:
-    """The plan that a rank made for an earlier save, and that its planner has kept because the new one is equal."""
+    """The plan that a rank made for an earlier save, which its planner keeps because the new one is equal."""
     kept = getattr(planner, "_cached_save_plan", None)
     plan = kept.get(getattr(planner, "_cached_plans_key", None)) if isinstance(kept, dict) else None
     return plan if getattr(planner, "_enable_plan_caching", False) else None

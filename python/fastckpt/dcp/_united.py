@@ -1,13 +1,13 @@
-"""Values that several ranks bring: the lowest rank's is saved, and no difference goes unsaid.
+"""Values of several ranks: the lowest rank's is saved, and every difference is reported.
 
-Tensors and arrays in values that differ are an error, as differences of other tensors are, unless ``on_difference``
-makes it a warning. Numbers, texts and bytes that differ are a warning: torch's DCP saves one rank's, and programs rely
-on it for times, counts and pickles, whose bytes vary with the identity of objects.
+Different tensors and arrays in values are an error, as for other tensors, unless ``on_difference`` makes it a warning.
+Different numbers, strings and bytes are a warning: torch's DCP saves one rank's, and programs rely on that for times,
+counts and pickles, whose bytes vary with the identity of objects.
 
-A value travels as its key, its rank, and what is compared: its tokens, its tensors (:meth:`._values.Given.about`), and
-if it has any, digests of its long bytes and of its tensors, empty where the rank compares nothing. Beside the values
-travel differences from the lowest rank that has the value: its key, what differs, and the first rank that does. So no
-message grows with the ranks.
+A value is sent as its key, its rank, and the data to compare: its tokens, its tensors (:meth:`._values.Given.about`),
+and digests of its long bytes and tensors, if any; empty if the rank compares nothing. With the values, differences from
+the lowest rank with the value are sent: the key, what differs, and the first rank that differs. So no message grows
+with the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.ranks import Ranks
 
-#: What differs: tokens and bytes; tensors, and what they are.
+#: Kinds of differences: tokens and bytes; tensors, and their descriptions.
 PLAIN, TENSORS = 0, 1
 #: Beyond this number, keys are counted, not listed.
 _LISTED = 10
@@ -37,7 +37,7 @@ def united(values: Iterable[list[Any]], said: Iterable[list[Any]]) -> tuple[list
         found[key] = first
         if first[2] != other[2]:
             noted += [[key, what, other[1]] for what in _differing(first[2], other[2])]
-    # A rank that differs from one that differs itself is above that, and does not count.
+    # A rank that differs from another differing rank is above it, and does not count.
     least: dict[tuple[str, int], int] = {}
     for key, what, rank in chain(*said, noted):
         least[key, what] = min(rank, least.get((key, what), rank))
@@ -45,9 +45,9 @@ def united(values: Iterable[list[Any]], said: Iterable[list[Any]]) -> tuple[list
 
 
 def _differing(first: list[Any], other: list[Any]) -> Iterator[int]:
-    """Which sorts of contents of two values differ."""
+    """The kinds of contents that differ between two values."""
     (one, _, *mine), (another, _, *theirs) = first, other
-    # Where only one rank compares, they have different options, which ends the save.
+    # If only one rank compares, the options differ, which ends the save.
     if one != another or (mine[:1] != theirs[:1] and "" not in mine + theirs):
         yield PLAIN
     if mine[1:] != theirs[1:] and "" not in mine + theirs:
@@ -55,10 +55,10 @@ def _differing(first: list[Any], other: list[Any]) -> Iterator[int]:
 
 
 def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list[Any]], ranks: Ranks) -> list[str]:
-    """What the reports say about values that differ.
+    """The warnings in the reports about different values.
 
     Raises:
-        ValueError: ranks have different tensors in a value, and that is to be an error.
+        ValueError: ranks have different tensors in a value, and that is an error.
     """
     if ranks.replicas == "first":
         return []
@@ -74,7 +74,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
     said = "tensors or arrays in values differ between ranks"
     if tensors and ranks.on_difference == "raise":
         raise ValueError(
-            f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks keys of their own, or pass "
+            f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks separate keys, or pass "
             "ranks=Ranks(replicas='first') or Ranks(on_difference='warn') to save the lowest rank's"
         )
     sorts = ((said, tensors), ("values differ between ranks", plain))

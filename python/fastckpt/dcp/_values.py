@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastckpt._tensors.described import Describe
     from fastckpt._tensors.memory import Mover
 
-#: For each dimension where it begins and where it ends.
+#: For each dimension, its start and its stop.
 Box = tuple[tuple[int, int], ...]
 
 
@@ -77,7 +77,7 @@ class Value(NamedTuple):
     tensors: list[Given]
 
     def told(self, key: str, rank: int, *, compared: bool) -> list[Any]:
-        """The value of a rank as it travels (:mod:`._united`).
+        """The value of a rank in a message (:mod:`._united`).
 
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
@@ -87,7 +87,7 @@ class Value(NamedTuple):
         return [key, rank, [self.tokens, abouts, *digests]]
 
     def _digests(self, abouts: list[list[Any]]) -> tuple[str, str]:
-        """Of long bytes; of tensors and arrays, and what they are."""
+        """Digests of long bytes; of tensors and arrays, and their descriptions."""
         strings = {token[1] for token in json.loads(self.tokens) if _is_bytes(token)}
         sources = Sources("dcp.save", {n: one.mover for n, one in enumerate(self.tensors) if one.mover is not None})
         plain, tensors = hashlib.sha256(), hashlib.sha256()
@@ -98,7 +98,7 @@ class Value(NamedTuple):
                 data = np.empty(one.nbytes, np.uint8)
                 sources.fill([(number, 0, _memory.address_of(data), one.nbytes)])
             into = plain if number in strings else tensors
-            # The lengths of bytes separate them.
+            # The lengths delimit the bytes.
             into.update(json.dumps(one.shape if into is plain else abouts[number]).encode())
             into.update(data.data)
         return plain.hexdigest(), tensors.hexdigest()
@@ -108,7 +108,7 @@ def value_of(planner: Any, item: _torch.WriteItem) -> Any:
     """The value of an item that is not a tensor.
 
     Raises:
-        UnsupportedTypeError: the planner made a pickle of it that holds more than plain values.
+        UnsupportedTypeError: the planner pickled it, and the pickle holds more than plain values.
     """
     if _torch.gives_objects(planner):
         return planner.lookup_object(item.index)
@@ -126,7 +126,7 @@ def value_of(planner: Any, item: _torch.WriteItem) -> Any:
 
 
 class _NoSpreads(Spreads):
-    """Nothing in a value is spread over ranks."""
+    """No tensor in a value is spread over ranks."""
 
     def describe_of(self, _: type) -> Describe | None:
         """None, for any type."""
@@ -139,7 +139,7 @@ def stored_value(key: str, value: Any, types: Types, ranks: Sequence[int], rank:
     Raises:
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
     """
-    # As in the rest of the state: tokens that all ranks can have.
+    # As in the rest of the state: tokens that do not depend on the rank.
     spreads = _NoSpreads(ranks, rank, device_numbers=len(ranks) == 1)
     flat = flatten({key: value}, operation="dcp.save", types=types, spreads=spreads)
     warn_of_types("dcp.save", flat)
@@ -158,7 +158,7 @@ def _is_bytes(token: Any) -> bool:
 
 
 class Cut(NamedTuple):
-    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones if they differ."""
+    """A tensor that ranks hold in boxes: stored dtype and shape, and the logical ones if they differ."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The writer that torch.distributed.checkpoint takes: all ranks write one checkpoint of fastckpt."""
+"""The writer for torch.distributed.checkpoint: all ranks write one checkpoint of fastckpt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Now(threading.local):
-    """The save of a thread: while one is under way behind ``async_save``, the next one begins in another thread."""
+    """The save of a thread: while one runs behind ``async_save``, the next one begins in another thread."""
 
     path: str | None = None
     coordinates = True
@@ -52,34 +52,33 @@ class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     The checkpoint equals that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
-    names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns, and a save
-    that fails on any rank leaves the old checkpoint unchanged. It also is an ``AsyncStager``
+    names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns; a save that
+    fails on any rank leaves the old checkpoint unchanged. The writer is also an ``AsyncStager``
     (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
 
-    Beside the manifest there is a ``.metadata`` for other tools that look for one: it has keys, sizes and dtypes for
-    torch. torch's own reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`.
-    fastckpt never reads it.
+    Beside the manifest it writes a ``.metadata`` for other tools: it has keys, sizes and dtypes for torch. torch's own
+    reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`. fastckpt never reads
+    the file.
 
     torch's changes to a state before a writer sees it remain: keys are strings, empty mappings are left out, mappings
-    are plain dicts, and a value that is not a tensor is one rank's: the lowest rank's that has it, even if torch's plan
-    assigns it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as numbers; if
+    are plain dicts, and a value that is not a tensor is that of the lowest rank that has it, even if torch's plan
+    assigns it to another rank. The numbers of parameters in a plain ``optimizer.state_dict()`` return as numbers; if
     they refer to different parameters on different ranks, the save is refused: pass the result of
     ``get_optimizer_state_dict``.
 
-    Values that several ranks have under one key are compared, unless ``Ranks(replicas="first")`` says otherwise. If
-    tensors or arrays in them differ in any byte, ``Ranks(on_difference=)`` decides. If numbers, texts or bytes differ,
-    that is a warning. ``warnings`` of the report names the keys and the ranks: what belongs to one rank needs a key of
-    its own.
+    Values that several ranks have under one key are compared, except with ``Ranks(replicas="first")``. If tensors or
+    arrays in them differ in any byte, ``Ranks(on_difference=)`` decides. If numbers, strings or bytes differ, that is a
+    warning. ``warnings`` of the report names the keys and the ranks: a value of one rank needs a separate key.
 
     Args:
-        path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
+        path: the checkpoint's directory; may be left out if ``dcp.save`` gets a ``checkpoint_id``.
         ranks: the process group passed to ``dcp.save``, None for the default group, or a
             :class:`fastckpt.distributed.Ranks`. The process of ``async_save`` with ``AsyncCheckpointerType.PROCESS``
             has the group as its default group.
-        metadata: a state without tensors, which can be read alone; the first rank's.
+        metadata: a state without tensors, which can be read separately; that of the coordinator.
         {options}
 
-    ``files`` are read when the writer is made. Copies that are compared are the tensors that several ranks gave to
+    ``files`` are read when the writer is made. The copies to compare are the tensors that several ranks passed to
     ``dcp.save``.
 
     Attributes:
@@ -140,7 +139,7 @@ class Writer(_torch.StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "dcp.save: use_collectives=False lets each rank finish before the others are done, and one checkpoint "
-                "of all ranks cannot be committed like that: leave it out, or save on each rank to a path of its own "
+                "of all ranks cannot be committed like that: leave it out, or save on each rank to a separate path "
                 "with fastckpt.save"
             )
         path = self._now.path = self.checkpoint_id
@@ -156,21 +155,21 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs look for torch's words in the message.
+                # Programs search the message for torch's words.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"
                 ) from error
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
-        """The plan, unchanged: planners keep plans for later saves, so they must not hold anything of one save."""
-        # torch assigns a tensor that several ranks have to one of them. Here all of them take part, and their copies
-        # are compared.
+        """The plan, unchanged: planners keep plans for later saves, so a plan must not hold data of one save."""
+        # torch assigns a tensor that several ranks have to one of them. Here all of them write, and their copies are
+        # compared.
         self._now.local = plan
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
-        """The plans; if several ranks save, they have the label of this save.
+        """The plans, with the label of this save if several ranks save.
 
         Raises:
             ValueError: the process group of this writer has another size.
@@ -226,7 +225,7 @@ class Writer(_torch.StorageWriter):
             return write(request, group, progress)
 
     def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface
-        """Called on the coordinator when all ranks have written: the checkpoint is there.
+        """Called on the coordinator when all ranks have written: the checkpoint exists.
 
         Raises:
             CheckpointError: no checkpoint was written by this writer.
@@ -238,14 +237,14 @@ class Writer(_torch.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether this names a directory: a path, and no URL."""
+        """Whether this names a directory: a path, not a URL."""
         try:
             path_of("dcp.save", checkpoint_id)
         except (TypeError, ValueError):
             return False
         return True
 
-    # Also an AsyncStager: dcp.async_save asks a writer that is one.
+    # An AsyncStager, too: dcp.async_save calls a writer that is one.
 
     _synchronize_after_execute = False
 
@@ -255,13 +254,13 @@ class Writer(_torch.StorageWriter):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy a state into memory that is kept for the next one; see :meth:`fastckpt.dcp.Stager.stage`."""
+        """Copy a state into memory that is kept for the next save; see :meth:`fastckpt.dcp.Stager.stage`."""
         if self._stager is None:
             self._stager = Stager()
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the copy is done."""
 
     def close(self) -> None:
         """Free the memory of :meth:`stage`, once nothing uses it."""
@@ -273,7 +272,7 @@ class Writer(_torch.StorageWriter):
         # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
         ranks = replace(self._ranks, process_group=None)
-        # What is told there, nobody here would hear.
+        # Messages of that process would not be seen here.
         settings = replace(self._settings, io=replace(self._settings.io, on_report=None))
         return {
             **kept,

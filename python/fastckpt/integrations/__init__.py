@@ -1,9 +1,9 @@
-"""Doors: frameworks that save through fastckpt after one line. Each module is for the framework of its name.
+"""Integrations: frameworks that save through fastckpt after one line. Each module is for the framework in its name.
 
     fastckpt.integrations.transformers.install()
 
-A door replaces how a framework writes and reads its checkpoints, not when it saves and what it keeps. Each is imported
-when it is first used.
+An integration replaces how a framework writes and reads its checkpoints, not when it saves and what it keeps. Each is
+imported when it is first used.
 """
 
 from __future__ import annotations

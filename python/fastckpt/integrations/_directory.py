@@ -1,4 +1,4 @@
-"""The checkpoints in a directory that a framework keeps: the last save, where a run goes on from, and which ones go."""
+"""The checkpoints of a framework in a directory: the last save, the one to resume from, and the ones to remove."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fastckpt")
 #: The key of metadata under which the digests of files beside the weights are.
 _DIGESTS = "digests"
-#: Saves in the background, by who saves; and what follows once they are durable.
+#: Saves in the background, by their owner; and the work that follows once they are durable.
 _saves: WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = WeakKeyDictionary()
 
 
 def begin(owner: Any, pending: Any, then: Callable[[], None]) -> None:
-    """The next save of ``owner`` has begun; :func:`finish` calls ``then`` once it is durable."""
+    """Record that the next save of ``owner`` has begun; :func:`finish` calls ``then`` once it is durable."""
     _saves[owner] = pending, then
 
 
 def finish(owner: Any) -> None:
-    """Wait until the last save of ``owner`` is durable, and do what follows; raises what it raises."""
+    """Wait until the last save of ``owner`` is durable, and do the work that follows; raises its errors."""
     if owner in _saves:
         pending, then = _saves.pop(owner)
         pending.result()
@@ -45,12 +45,12 @@ def is_ours(path: Any) -> bool:
 
 
 def digests(files: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata by which :func:`is_sound` knows these files again, which the checksums of a checkpoint do not cover."""
+    """Metadata by which :func:`is_sound` checks these files, which the checksums of a checkpoint do not cover."""
     return {_DIGESTS: {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}}
 
 
 def is_sound(path: str) -> bool:
-    """Whether a checkpoint of fastckpt is undamaged, and the files beside the weights that it has digests of."""
+    """Whether a checkpoint of fastckpt is undamaged, and so are the files beside the weights that have digests."""
     try:
         with fastckpt.open(path) as checkpoint:
             known = (checkpoint.metadata or {}).get(_DIGESTS, {})
@@ -61,7 +61,7 @@ def is_sound(path: str) -> bool:
 
 
 def clear(path: str) -> None:
-    """Remove a directory with parts of a checkpoint that is none: a save to it would be refused; and :func:`sweep`."""
+    """Remove a directory with an incomplete checkpoint, to which a save would be refused; and :func:`sweep`."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
     if any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
         try:
@@ -72,14 +72,14 @@ def clear(path: str) -> None:
 
 
 def newest_first(directory: Any, prefix: str, file: str) -> list[str]:
-    """The directories in one that are called ``prefix`` and a number, and have such a file; by that number."""
+    """The directories whose names are ``prefix`` and a number, and that have this file; by falling number."""
     found = {one.parent for one in Path(directory).glob(f"{prefix}*/{file}")}
     steps = {int(step): str(one) for one in found if (step := one.name.removeprefix(prefix)).isdecimal()}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def newest_that_verifies(paths: Iterable[str]) -> str | None:
-    """The first of these checkpoints that is not damaged, as far as fastckpt wrote them."""
+    """The first of these checkpoints that is not damaged; only files of fastckpt are checked."""
     for path in paths:
         if not is_ours(path) or is_sound(path):
             return path
@@ -88,7 +88,7 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
 
 
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:
-    """Of these checkpoints, the oldest first, remove those beyond a number, but none that is protected."""
+    """Remove the oldest of these checkpoints, oldest first, until a number is left, but no protected one."""
     others = [path for path in paths if path not in protected]
     beyond = 0 if limit is None or limit <= 0 else max(0, len({*paths}) - limit)
     for path in others[:beyond]:
@@ -96,9 +96,9 @@ def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) ->
 
 
 def remove(path: str) -> None:
-    """Remove a directory, whoever wrote it, and whatever else is in it; what cannot be removed stays.
+    """Remove a directory of any program with all its contents; what cannot be removed stays.
 
-    It goes at once, so that a kill leaves nothing that looks like a newer checkpoint.
+    It loses its name at once, so that a kill leaves nothing that looks like a newer checkpoint.
     """
     try:
         fastckpt.remove(path, force=True)
@@ -114,6 +114,6 @@ def move_aside(path: str) -> None:
 
 
 def sweep(directory: str) -> None:
-    """Remove what was moved aside in a directory, also by a process that was killed."""
+    """Remove directories that were moved aside, even by a process that was killed."""
     for path in Path(directory).glob(".*.aside-*"):
         shutil.rmtree(path, ignore_errors=True)

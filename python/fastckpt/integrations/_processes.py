@@ -1,4 +1,4 @@
-"""What the processes of a program decide together."""
+"""Common decisions of the processes of a program."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _crews: WeakKeyDictionary[Any, Crew] = WeakKeyDictionary()
 
 
 def crew_of(accelerator: Any) -> Crew:
-    """The processes of an ``Accelerator``; all of them ask for it together for the first time."""
+    """The processes of an ``Accelerator``; all of them must make the first call together."""
     if accelerator not in _crews:
         # Working directories may differ by process.
         crew = _crews[accelerator] = Crew(None, os.sep)
-        crew.begin({})  # who has not met the others would not wait for the first one's answer
+        crew.begin({})  # a process that has not met the others would not wait for the coordinator's answer
     return _crews[accelerator]
 
 
@@ -39,9 +39,9 @@ def first_that_loads(
     path_of: Callable[[_T], str] = str,
     operation: str = "load",
 ) -> _R:
-    """What ``load`` returns for the first candidate that is not damaged; all ranks call it together.
+    """The result of ``load`` for the first candidate that is not damaged; all ranks call it together.
 
-    It raises what ``load`` raised for the last one, or not for damage; and RanksError where that was on other ranks.
+    It raises the error for the last one, or an error other than damage; RanksError if other ranks failed.
     """
     for candidate in candidates:
         found = attempt(crew, f"{operation}: {path_of(candidate)}", partial(load, candidate))
@@ -55,26 +55,26 @@ def first_that_loads(
 
 
 def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
-    """What ``call`` returns, once it has on all ranks; if one fails, all of them raise."""
+    """The result of ``call``, once it has returned on all ranks; if one fails, all of them raise."""
     return first_that_loads([path], lambda _: call(), crew, operation=operation)
 
 
 def engine_of(accelerator: Any) -> str | None:
-    """What spreads models for an ``Accelerator`` in a way of its own, which has to save them itself; or None."""
+    """The engine that spreads models of an ``Accelerator`` in its own way, and must save them itself; or None."""
     kind = accelerator.distributed_type.name
     engines = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron", "XLA": "XLA"}
     return "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else engines.get(kind)
 
 
 def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, own: dict[str, Any], **how: Any) -> None:
-    """Begin a save of all processes in the background, with random states and what else each has of its ``own``."""
+    """Begin a save of all processes in the background, with the random states and the ``own`` state of each."""
     per_rank = {"random": fastckpt.randomness(), **own}
-    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ, and those of the first rank go on
+    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ; training uses rank 0's
     begin(owner, distributed.save_async(state, path, ranks=ranks, per_rank=per_rank, **how), then)
 
 
 def own_state(path: str) -> Any:
-    """What this process has saved of its own, its random states restored; if others have, None and a warning."""
+    """The ``own`` state of this process, with random states restored; None and a warning if the processes differ."""
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:

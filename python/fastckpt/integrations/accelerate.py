@@ -26,31 +26,31 @@ from ._processes import begin_save, crew_of, engine_of, first_that_loads, own_dt
 __all__ = ["install"]
 
 _installed = Installed()
-#: How directories are named automatically: below that of the project, and before their numbers.
+#: Automatic directory names: the directory below the project's, and the prefix of the numbers.
 _FOLDER, _NAME = "checkpoints", "checkpoint_"
-#: The key of registered objects in the state; and members of metadata: ``accelerator.step``, and loaders' places.
+#: The key of registered objects in the state; and members of metadata: ``accelerator.step``, and loader positions.
 _REGISTERED, _STEP, _ROWS = "registered", "accelerate.step", "accelerate.rows"
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Make ``Accelerator.save_state`` and ``load_state`` of this program use fastckpt.
 
-    What accelerate saves is saved. Processes save together, so each of them has to call; of schedules, the scaler and
-    registered objects, the main process's are saved. Classes in the state of a registered object come back as such if
-    they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``, ``load_state()`` takes the
+    It saves the same state as accelerate. Processes save together, so each of them must call it; schedules, the scaler
+    and registered objects are those of the main process. Classes in the state of a registered object are restored if
+    they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``, ``load_state()`` loads the
     newest checkpoint that verifies, ``save_state`` continues its numbers, and ``total_limit`` removes old ones once the
-    new one is durable. What it leaves to accelerate, with a warning, is in docs/guides/accelerate.md.
+    new one is durable. docs/guides/accelerate.md lists what it leaves to accelerate, with a warning.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
-        background: whether ``save_state`` returns once the state was copied (:func:`fastckpt.save_async`), or when the
+        background: whether ``save_state`` returns once the state is copied (:func:`fastckpt.save_async`), or when the
             checkpoint is durable. The next ``save_state``, ``load_state`` and ``end_training`` wait for it.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -63,7 +63,7 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
 
 def _left_to_accelerate(accelerator: Any, *, loads: bool) -> str | None:
-    """Why accelerate saves this state itself, or loads it; or None."""
+    """Why accelerate saves or loads this state itself, or None."""
     reasons = {
         str(engine := engine_of(accelerator)): engine,
         "hooks for saving": not loads and accelerator._save_model_state_pre_hook,
@@ -73,7 +73,7 @@ def _left_to_accelerate(accelerator: Any, *, loads: bool) -> str | None:
 
 
 def _state(accelerator: Any, models: list[Any]) -> dict[str, Any]:
-    """The state to save or to load into, with these of its models. Keys are numbered as accelerate's files are."""
+    """The state to save or to load into, with these models. Keys are numbered like accelerate's files."""
     unwrap, scaler = accelerator.unwrap_model, accelerator.scaler
     kinds = {
         "model": [
@@ -102,13 +102,13 @@ def _counts(state: Any) -> Any:
 
 
 def _has_place(loader: Any) -> bool:
-    """Whether batches of one size are counted on each process: the main process may read for all."""
+    """Whether each process counts batches of one size: the main process may read for all."""
     is_counted = isinstance(getattr(loader.batch_sampler, "batch_size", None), int)
     return is_counted and not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "split_batches")
 
 
 def _rows(loader: Any) -> int:
-    """The rows of its epoch that a stateful loader has given to all processes; 0 at its end, too."""
+    """The rows of its epoch that a stateful loader has yielded to all processes; 0 at its end, too."""
     state = loader.state_dict()
     if state["_iterator_finished"] or not _has_place(loader):
         return 0
@@ -117,7 +117,7 @@ def _rows(loader: Any) -> int:
 
 
 def _place(loader: Any, rows: int) -> dict[str, Any]:
-    """The state of a stateful loader after so many rows of an epoch. Those of a batch that is cut are given again."""
+    """The state of a stateful loader after a number of rows of an epoch. It yields the rows of a cut batch again."""
     state = {**loader.state_dict(), "_steps_since_snapshot": 0}
     if _has_place(loader):
         _counts(state)["_sampler_iter_yielded"] = rows // loader.total_batch_size
@@ -125,12 +125,12 @@ def _place(loader: Any, rows: int) -> dict[str, Any]:
 
 
 def _own_part(accelerator: Any) -> dict[str, Any]:
-    """The state that this process saves: accelerate has the main process alone save what is not spread."""
+    """The state that this process saves: in accelerate only the main process saves state that is not spread."""
 
     def is_own(key: str, value: Any) -> bool:
         if accelerator.is_main_process or key.startswith(("model", "optimizer")):
             return True
-        # Its tensors are parts of ones that lie on several processes.
+        # Its tensors are parts of tensors that are spread over processes.
         return any(hasattr(one, "device_mesh") for one in _pytree.tree_leaves(value.state_dict()))
 
     return {key: value for key, value in _state(accelerator, accelerator._models).items() if is_own(key, value)}
@@ -145,7 +145,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
     automatic, limit = naming.automatic_checkpoint_naming, naming.total_limit
     name = f"{_NAME}{accelerator.save_iteration}"
     path = Path(accelerator.project_dir, _FOLDER, name) if automatic else Path(output_dir).expanduser()
-    # The save itself is in the background, and a program may end without asking how it went.
+    # The save runs in the background, and a program may end without asking for its result.
     crew_of(accelerator).first("save_state", partial(_check_target, path, automatic=automatic))
 
     older = newest_first(path.parent, _NAME, "*")[::-1] if first and automatic else []
@@ -203,7 +203,7 @@ def _load_state(options: Any, theirs: Any, accelerator: Any, input_dir: Any = No
 
 
 def _about(path: str) -> tuple[int, int | None, list[int]] | None:
-    """Of a checkpoint of fastckpt, the number of registered objects, ``accelerator.step``, and loaders' places."""
+    """The number of registered objects, ``accelerator.step`` and loader positions in a checkpoint of fastckpt."""
     if not is_ours(path):
         return None
     with fastckpt.open(path) as checkpoint:
@@ -224,9 +224,9 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
         )
     models = [*accelerator._models]
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook(models, path)  # it takes out the models that it loads itself
+        hook(models, path)  # it removes the models that it loads itself
     state = _state(accelerator, models)
-    # As torch's own loads of a model.
+    # Like torch's own loads of a model.
     dtype = own_dtypes({key: one.state_dict() for key, one in state.items() if key.startswith("model")})
     distributed.load(path, into=state, keys=[*state], strict=strict, dtype=dtype, io=io)
     accelerator.step = step
@@ -237,6 +237,6 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
         if any(one.step_with_optimizer and not one.split_batches for one in accelerator._schedulers):
             LOG.warning("fastckpt: schedules count rows, as accelerate does: see docs/guides/accelerate.md")
     for loader, state in zip(_stateful(accelerator), places, strict=False):
-        # One that has ended begins with one random number, as if it had not been loaded.
+        # A loader that has ended begins with one random number, as if it had not been loaded.
         loader.load_state_dict({} if state["_iterator_finished"] else state)
-        loader.dl_state_dict = state  # what is saved before its next batch
+        loader.dl_state_dict = state  # for a save before its next batch

@@ -16,14 +16,14 @@ __all__ = ["Plugin"]
 
 
 class Plugin(BasePlugin):  # type: ignore[misc]
-    """Installs the door of transformers' Trainer (:func:`fastckpt.integrations.transformers.install`).
+    """Installs the integration of transformers' Trainer (:func:`fastckpt.integrations.transformers.install`).
 
     With ``auto_resume_from_checkpoints``, a run resumes from the newest checkpoint that verifies. Without the plugin,
     Axolotl takes the directory with the highest number, even if it is damaged or empty.
     """
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Called by Axolotl once the trainer is there, and before it looks for a checkpoint.
+        """Called by Axolotl after it makes the trainer, before it looks for a checkpoint.
 
         Args:
             cfg: the configuration of the run.
@@ -34,5 +34,5 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """
         install()
         if cfg.auto_resume_from_checkpoints and cfg.resume_from_checkpoint is None:
-            # False, and not None, keeps Axolotl from looking itself.
+            # False, unlike None, keeps Axolotl from searching itself.
             cfg.resume_from_checkpoint = newest_of(trainer) or False

@@ -31,9 +31,9 @@ from ._processes import crew_of, on_all
 __all__ = ["install"]
 
 _installed = Installed()
-#: The key of everything but the tensors of parameters; among these, the key of the weights that are updated.
+#: The key of everything except the tensors of parameters; and, among these tensors, the key of the updated weights.
 _ABOUT, _MASTER = "deepspeed", "fp32"
-#: Where each of ZeRO's optimizers has the parameters by group, and of each group what it updates in this process.
+#: The attributes of ZeRO's optimizers with the parameters by group, and with the tensors that this process updates.
 _PLACES = {
     DeepSpeedZeroOptimizer: ("bit16_groups", "single_partition_of_fp32_groups"),
     BF16_Optimizer: ("bf16_groups", "fp32_groups_flat_partition"),
@@ -46,18 +46,18 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def install(*, io: Any = "auto") -> Installation:
     """Make ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines use fastckpt.
 
-    All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and what the
-    optimizer has of them. Any number of processes resumes from it, with ZeRO 1, 2 or 3. ``latest`` is written once it
-    is durable. Each process gets its own ``client_state`` back; if it saved none, that of the first process.
+    All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and their
+    optimizer states. Any number of processes can resume from it, with ZeRO 1, 2 or 3. ``latest`` is written once it is
+    durable. Each process gets its own ``client_state`` back; if it saved none, that of the first process.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -70,14 +70,14 @@ def install(*, io: Any = "auto") -> Installation:
 
 
 def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
-    """Refuse an engine with a state that this module does not know, and a function that would load it."""
+    """Refuse an engine with a state that this module does not support, and a function that would load it."""
     optimizer, model = engine.optimizer, engine.module
     own = [*model.parameters(), *model.buffers()]
-    # Parameters that ZeRO 3 has spread are empty: they have no place.
+    # Parameters that ZeRO 3 has partitioned are empty: they have no memory.
     known = {*map(id, own), *((one.data_ptr(), one.shape) for one in own if not hasattr(one, "ds_id"))}
     found = {name: one for name, one in model.state_dict(keep_vars=True).items() if not name.endswith("_extra_state")}
     places = {name: {id(one), (one.data_ptr(), one.shape)} for name, one in found.items() if torch.is_tensor(one)}
-    # A load would fill these without effect.
+    # Filling these would have no effect.
     strangers = ", ".join(name for name in found if known.isdisjoint(places.get(name, ())))
     reasons = {
         "optimizers other than those of ZeRO 1, 2 and 3": type(optimizer) not in _PLACES,
@@ -102,14 +102,14 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
 
 @contextmanager
 def _at_rest(engine: Any) -> Iterator[None]:
-    """Inside, ZeRO 3 has parts alone. After an error, in which ranks may be gone, the next forward gathers the rest."""
+    """A context in which ZeRO 3 has only partitions. After an error, as ranks may be gone, the next forward gathers."""
     getattr(engine.optimizer, "checkpoint_event_prologue", int)()
     yield
     getattr(engine.optimizer, "checkpoint_event_epilogue", int)()
 
 
 def _own(param: Any) -> tuple[int, int, Any]:
-    """Of the elements that ZeRO 3 has of a parameter here, padding aside: the first, how many, and of what shape."""
+    """The elements of a parameter that ZeRO 3 has here, without padding: the first, their number, and the shape."""
     size = param.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank() * size, param.ds_numel)
     return start, min(size, param.ds_numel - start), param.ds_shape
@@ -120,9 +120,9 @@ def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
 
 
 def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
-    """Of each parameter that the optimizer has, in the order of its groups, what this process has, if only nothing.
+    """For each parameter of the optimizer, in the order of its groups, the part of this process, perhaps empty.
 
-    The name, the group's number, the weights, the optimizer's flat tensor, and what makes the part in a tensor like it.
+    Name, group number, weights, the optimizer's flat tensor, and a function that makes the part in a tensor like it.
     """
     optimizer = engine.optimizer
     groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])
@@ -135,7 +135,7 @@ def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], A
                 yield name, group, param.ds_tensor[: _own(param)[1]], flat, partial(_part, at, *_own(param))
                 at += param.ds_tensor.ds_numel
             else:
-                found = param._hp_mapping  # None: all of it is elsewhere
+                found = param._hp_mapping  # None: all of it is on other ranks
                 start, size = (found.lp_fragment_address.start, found.lp_fragment_address.numel) if found else (0, 0)
                 at = found.hp_fragment_address.start if found else 0
                 weight = param.detach().view(-1)[start : start + size]
@@ -143,11 +143,11 @@ def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], A
 
 
 def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[str, Any]:
-    """The model's state, and what else is trained, with the parts of tensors that this process has."""
+    """The model's state, and other trained parameters, with the parts of tensors that this process has."""
     found = engine.module.state_dict(keep_vars=True)
     has = {*found, *map(id, found.values())}
     found |= {name: one for one, name in engine.param_names.items() if one.requires_grad and not has & {name, id(one)}}
-    # One for each, so that tied weights are seen to be tied.
+    # One for each, so that tied weights are recognised.
     parts = {id(one): _part(0, *_own(one), one.ds_tensor) for one in found.values() if hasattr(one, "ds_id")}
     return {
         name: parts.get(id(one), one.detach() if isinstance(one, torch.Tensor) else one)
@@ -157,7 +157,7 @@ def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[s
 
 
 def _others(engine: Any) -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """What else is saved, by name: the state, and what restores it. Another kind of scaler has another name."""
+    """Further saved state, by name, with the function that restores it. Another kind of scaler has another name."""
     scaler, found = getattr(engine.optimizer, "loss_scaler", None), dict[str, Any]()
     for name, owner, members in (("engine", engine, _COUNTERS), (type(scaler).__name__, scaler, _SCALE)):
         if owner is not None:
@@ -167,7 +167,7 @@ def _others(engine: Any) -> dict[str, tuple[Any, Callable[[Any], Any]]]:
 
 
 def _restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[dict[str, Any]]) -> None:
-    """Give the optimizer below ZeRO's the states of flat tensors, and the options of its groups, in torch's own way."""
+    """Load the states of flat tensors and the options of groups into the optimizer below ZeRO's, in torch's own way."""
     base, is_spread = optimizer.optimizer, isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     if is_spread:  # between steps, the groups are empty
         optimizer._set_fp32_optimizer_param_groups()
@@ -177,14 +177,14 @@ def _restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[di
     base.load_state_dict({"state": {at: states[flat] for at, flat in enumerate(flats)}, "param_groups": groups})
     if is_spread:
         optimizer._clear_fp32_optimizer_param_groups()
-    else:  # parameters have views into the states, since the first step
+    else:  # since the first step, parameters have views into the states
         optimizer._hp_optimizer_states_linked = False
         if all(states[flat] for flat in flats):
             optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
-    """What this process saves; of values that are not tensors, those of the first process count."""
+    """The state that this process saves; values that are not tensors come from the first process."""
     optimizer, tensors = engine.optimizer, defaultdict[str, dict[str, Any]](dict)
     groups: list[dict[str, Any]] = [{"params": [], "options": {**one, "params": 0}} for one in optimizer.param_groups]
     for name, number, weight, flat, part in _pieces(engine):
@@ -236,7 +236,7 @@ def _save_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
 
 
 def _find(load_dir: Any, tag: Any = None, *_: Any, **__: Any) -> str | None:
-    """The checkpoint that is to be loaded, if fastckpt wrote it."""
+    """The checkpoint to load, if fastckpt wrote it."""
     latest = Path(load_dir, "latest")
     name = latest.read_text().strip() if tag is None and latest.is_file() else tag
     path = Path(load_dir, str(name)).absolute()
@@ -250,7 +250,7 @@ def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
     given, io = _given(theirs, engine, *args, **more), options["io"]
     on_all("load_checkpoint", path, partial(_check, "load_checkpoint", engine, given["custom_load_fn"]), crew)
     alone, strict = given["load_module_only"], given["load_module_strict"]
-    # What a process reads alone comes before the engine changes.
+    # Reads of one process come before the engine changes.
     about = distributed.load(path, keys=_ABOUT, io=io)[_ABOUT]
     saved, client_state = on_all("load_checkpoint", path, partial(_client_state, path, crew), crew)
     with _at_rest(engine):
@@ -266,7 +266,7 @@ def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
 
 
 def _client_state(path: str, crew: Any) -> tuple[int, Any]:
-    """How many processes have saved, and what this one gave then, or the first one."""
+    """The number of processes that saved, and the client state of this one, or else of the first one."""
     with fastckpt.open(path) as found:
         saved = found.ranks
     read = partial(distributed.load_per_rank, path, registry=fastckpt.Registry(undeclared="plain"))
@@ -274,11 +274,11 @@ def _client_state(path: str, crew: Any) -> tuple[int, Any]:
 
 
 def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool, whole: bool, io: Any) -> None:
-    """Fill the weights; those of the optimizer; and if ``whole`` its states, and its options."""
+    """Fill the weights; the weights of the optimizer; and if ``whole`` its states and options."""
     optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
-        raise ValueError(f"load_checkpoint: {path} has other groups of parameters: make the same, or load_module_only")
+        raise ValueError(f"load_checkpoint: {path} has other parameter groups: create the same, or load_module_only")
     into, states = defaultdict[str, dict[str, Any]](dict), dict[Any, dict[str, Any]]()
     for name, _, _, flat, part in own:
         _, group = saved.get(name, (0, {"tensors": (), "rest": {}}))

@@ -1,4 +1,4 @@
-"""Files of fsspec that are whole and durable, and are compared with their checksums when they are read.
+"""Files of fsspec that are whole and durable, and are verified when they are read.
 
 fsspec.open("fastckpt:///shared/runs/state.pt", "wb")  # docs/files.md
 """
@@ -48,16 +48,16 @@ class _Files(LocalFileSystem):  # type: ignore[misc]
 class FileSystem(_Files):
     """The local files, written by :func:`fastckpt.open_write` and read by :func:`fastckpt.open_read`.
 
-    fsspec closes a file after an error, too. A file that is closed while an exception is handled that was not handled
-    when it was opened does not take its path; nor does one of a transaction before that is complete.
+    fsspec closes a file after an error, too. A file that is closed during the handling of an exception that began after
+    its opening does not get its path; nor does a file of a transaction before the transaction is complete.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
-        verify: whether a file is compared as a whole when it is opened. ``cat_file`` of a range compares nothing.
+        verify: whether a whole file is verified when it is opened. ``cat_file`` of a range verifies nothing.
         options: of ``LocalFileSystem``.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -80,7 +80,7 @@ class _File(_io.BufferedIOBase):
         self.write, self.tell = file.write, file.tell  # type: ignore[method-assign]
 
     def __del__(self) -> None:
-        """Nothing: what nobody has closed is not whole."""
+        """Do nothing: a file that was not closed is not whole."""
 
     def writable(self) -> bool:
         return True

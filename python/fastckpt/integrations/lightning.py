@@ -29,7 +29,7 @@ from ._directory import LOG, is_ours, remove
 __all__ = ["CheckpointIO", "RandomStates", "install"]
 
 _installed = Installed()
-#: Keys of checkpoints: Lightning's own, and ours.
+#: Keys of checkpoints: Lightning's, and fastckpt's.
 _MODEL, _RANDOM = "state_dict", "fastckpt.random"
 
 
@@ -37,7 +37,7 @@ def install() -> Installation:
     """Make ``load_from_checkpoint`` read checkpoints of fastckpt, in programs without a :class:`CheckpointIO`.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Example:
         >>> import fastckpt
@@ -60,20 +60,20 @@ def _load(options: Any, theirs: Any, path: Any, *how: Any, **more: Any) -> Any:
     if not is_ours(path):
         return theirs(path, *how, **more)
     where = how[0] if how else more.get("map_location")
-    # On the host, if functions or dicts say where tensors go.
+    # On the host, if functions or dicts choose the devices of tensors.
     device = str(where) if isinstance(where, (str, torch.device)) else None
-    # A save has warned of classes that come back as plain values.
+    # The save has warned of classes that become plain values.
     return fastckpt.load(path, device=device, registry=fastckpt.Registry(undeclared="plain"), io=options["io"])
 
 
 def _save_checkpoint(_: Any, theirs: Any, checkpoints: Any, trainer: Any, filepath: str) -> None:
-    """What ``ModelCheckpoint`` saves while training goes on is saved in the background, unless a link goes there."""
+    """Save in the background what ``ModelCheckpoint`` saves during training, unless a link to it follows."""
     plugin = _plugin_of(trainer)
     if plugin is None or trainer.state.status == TrainerStatus.INTERRUPTED or checkpoints.save_last == "link":
         theirs(checkpoints, trainer, filepath)
         return
     if any(getattr(logger, "_log_model", False) for logger in trainer.loggers):
-        LOG.warning("fastckpt: loggers upload files alone, and none of these checkpoints")
+        LOG.warning("fastckpt: loggers upload files only, not these checkpoints")
     plugin._behind = True
     try:
         theirs(checkpoints, trainer, filepath)
@@ -82,16 +82,16 @@ def _save_checkpoint(_: Any, theirs: Any, checkpoints: Any, trainer: Any, filepa
 
 
 def _file_exists(_: Any, theirs: Any, checkpoints: Any, filepath: str, trainer: Any) -> bool:
-    """What is on its way exists, and what is to be removed does not."""
+    """A checkpoint in flight exists, and a checkpoint to be removed does not."""
     plugin, target = _plugin_of(trainer), None if is_url(filepath) else path_of("file_exists", filepath)
     known = {} if plugin is None else {path: save is not None for save, path in [*plugin._queue]}
-    if target in known:  # as on the first process alone
+    if target in known:  # only on the first process
         return bool(trainer.strategy.reduce_boolean_decision(known[target], all=False))
     return bool(theirs(checkpoints, filepath, trainer))
 
 
 def _save_by_strategy(_: Any, theirs: Any, strategy: Any, checkpoint: Any, filepath: Any, *how: Any, **kw: Any) -> None:
-    """Strategies that read files of torch alone write such files."""
+    """Strategies that read only torch's files write torch's files."""
     if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and isinstance(strategy.checkpoint_io, CheckpointIO):
         if strategy.is_global_zero:
             TorchCheckpointIO.save_checkpoint(strategy.checkpoint_io, checkpoint, filepath, *how, **kw)
@@ -102,11 +102,11 @@ def _save_by_strategy(_: Any, theirs: Any, strategy: Any, checkpoint: Any, filep
 class CheckpointIO(TorchCheckpointIO):
     """A plugin of Lightning's ``Trainer`` and ``Fabric``: each checkpoint is a directory of fastckpt.
 
-    ``ModelCheckpoint`` saves in the background while training continues: training stops until the state was copied to
-    the host, which takes no memory of the device. All other saves are complete when the call returns. Lightning removes
-    a checkpoint only after all earlier saves are durable. Files of torch, URLs, and what the strategies FSDP and
-    ModelParallel save (for which there is :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap it in
-    Lightning's ``AsyncCheckpointIO``.
+    ``ModelCheckpoint`` saves in the background while training continues: training stops until the state is copied to
+    the host, which needs no device memory. All other saves are complete when the call returns. Lightning removes a
+    checkpoint only after all earlier saves are durable. Files of torch, URLs, and saves of the strategies FSDP and
+    ModelParallel (use :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap it in Lightning's
+    ``AsyncCheckpointIO``.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. ``max_in_flight`` is 2 unless it is an
@@ -114,7 +114,7 @@ class CheckpointIO(TorchCheckpointIO):
         background: whether saves return before they are durable. The end of ``fit`` waits for them.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -124,11 +124,11 @@ class CheckpointIO(TorchCheckpointIO):
 
     def __init__(self, *, io: Any = "auto", background: bool = True) -> None:
         how = check_io("CheckpointIO", io)
-        # With save_last, there are two saves at one step.
+        # With save_last, one step has two saves.
         self._io, self._background = how if how is io else replace(how, max_in_flight=2), background
         #: Whether saves are in the background now.
         self._behind = False
-        #: Saves with their paths; and paths to remove, once the saves before are durable.
+        #: Saves with their paths; and paths to remove once the saves before them are durable.
         self._queue: list[tuple[Any, str]] = []
         self._lock = RLock()
         install()
@@ -152,7 +152,7 @@ class CheckpointIO(TorchCheckpointIO):
             TypeError: there are ``storage_options``.
             UnsupportedTypeError: the state holds an object that is neither a tensor nor a plain value.
         """
-        # Before Slurm requeues a job, Lightning takes digits of hidden names for versions.
+        # Before Slurm requeues a job, Lightning mistakes digits of hidden names for versions.
         if storage_options is not None or is_url(str(path)) or Path(path).name.startswith("hpc_ckpt_"):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -162,14 +162,14 @@ class CheckpointIO(TorchCheckpointIO):
             self._queue = [one for one in self._queue if one != (None, str(target))]
         how: Any = {"io": self._io, "files": fastckpt.Files(model_key=_MODEL) if checkpoint.get(_MODEL) else None}
         in_the_way = target.is_symlink() or target.is_file()
-        # Lightning puts links and lists of models beside the first checkpoint, and expects its directory to be there.
+        # Lightning puts links and lists of models beside the first checkpoint, and expects its directory to exist.
         if self._behind and self._background and target.parent.is_dir() and not in_the_way:
             save = fastckpt.save_async(checkpoint, target, **how)
             self._queue.append((save, save.path))
             save.add_done_callback(self._tidy)
             return
         self.teardown()
-        # Under a name that Lightning, too, takes for the last one, until the other one has gone.
+        # Under a name that Lightning also accepts as the last one, until the other one is gone.
         new = target.with_suffix(f".new{target.suffix}") if in_the_way else target
         fastckpt.save(checkpoint, new, **how)
         if in_the_way:
@@ -181,8 +181,8 @@ class CheckpointIO(TorchCheckpointIO):
 
         Args:
             path: its directory, or a file of torch.
-            how: as for Lightning's own plugin. Where fastckpt wrote it, tensors are on the device that ``map_location``
-                is or names, or on the host, and nothing is executed.
+            how: as for Lightning's own plugin. If fastckpt wrote it, tensors are on the device that ``map_location`` is
+                or names, or on the host, and no code is executed.
             more: the same by name.
 
         Returns:
@@ -190,14 +190,14 @@ class CheckpointIO(TorchCheckpointIO):
 
         Raises:
             CorruptCheckpointError: it is damaged.
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             OSError: the storage failed, at an earlier save, too.
         """
         self.teardown()
         return _load({"io": self._io}, super().load_checkpoint, path, *how, **more)  # type: ignore[no-any-return]
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint once all that was saved before is durable.
+        """Remove a checkpoint once all earlier saves are durable.
 
         Args:
             path: its directory, or a file.
@@ -220,17 +220,17 @@ class CheckpointIO(TorchCheckpointIO):
         self._settle(wait=True)
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Raise what a save raised that has ended."""
-        saves = [save for save, _ in [*self._queue] if save is not None]  # one that ends leaves the queue meanwhile
+        """Raise the error of a save that has ended."""
+        saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends leaves the queue meanwhile
         while saves and (wait or saves[0].done()):
             if saves[0].exception() is not None:
-                with self._lock:  # what was to go after it stays: it may be the only one
+                with self._lock:  # the checkpoint to be removed after it stays: it may be the only one
                     self._queue = [(save, save.path) for save in saves[1:]]
             saves.pop(0).result()
         self._tidy()
 
     def _tidy(self, _: Any = None) -> None:
-        """Forget saves that are durable, and remove what comes after them; a save that ends calls it in its thread."""
+        """Forget durable saves, and remove what follows them in the queue; a save that ends calls it in its thread."""
         with self._lock:
             while self._queue and ((save := self._queue[0][0]) is None or save.progress().phase == "done"):
                 path = Path(self._queue[0][1])
@@ -244,14 +244,14 @@ class CheckpointIO(TorchCheckpointIO):
 class RandomStates(Callback):
     """A callback of Lightning's ``Trainer`` that saves the random states of each process, which Lightning does not.
 
-    With it and a loader that has a state, a run that was killed in the middle of an epoch ends as if undisturbed.
+    With it and a stateful loader, a run that was killed within an epoch ends as if it had not been interrupted.
 
     Example:
         >>> from fastckpt.integrations.lightning import RandomStates
         >>> callbacks = [RandomStates()]  # Trainer(callbacks=callbacks)
     """
 
-    #: What was loaded for this process, until training begins; and whether an epoch had ended.
+    #: The state loaded for this process, until training begins; and whether an epoch had ended.
     _own: Any = None
     _is_at_end = False
 
@@ -263,7 +263,7 @@ class RandomStates(Callback):
         """
         state = fastckpt.randomness().state_dict()
         name, keys, *rest = state["numpy"]
-        # Without arrays, torch loads it from a file of its own, too.
+        # Without arrays, torch can load it from its own files, too.
         states: list[Any] = [{**state, "numpy": (name, keys.tolist(), *rest)}] * trainer.world_size
         if trainer.world_size > 1:
             if trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -284,17 +284,17 @@ class RandomStates(Callback):
         self._is_at_end = progress.get("is_last_batch", False)
 
     def setup(self, *_: Any, **__: Any) -> None:
-        """Forget what an earlier run has loaded."""
+        """Forget the states that an earlier run loaded."""
         self._own = None
 
     def on_fit_start(self, *_: Any) -> None:
-        """Restore it before loaders draw the order of an epoch. Some strategies load later."""
+        """Restore the state before loaders draw the order of an epoch. Some strategies load later."""
         if self._own is not None:
             fastckpt.randomness().load_state_dict(self._own)
         if self._is_at_end:
             self._own = None
 
     def on_train_start(self, *_: Any) -> None:
-        """Restore it after that, if the epoch has already begun."""
+        """Restore the state afterwards, if the epoch has already begun."""
         self.on_fit_start()
         self._own = None

@@ -1,4 +1,4 @@
-"""A ``Manager`` in Ray Train, whose checkpoints Ray knows (docs/guides/ray.md)."""
+"""A ``Manager`` in Ray Train, whose checkpoints are reported to Ray (docs/guides/ray.md)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import fastckpt
 
 __all__ = ["report"]
 
-#: Checkpoints that Ray knows, in this process; and when that began.
+#: Checkpoints reported to Ray in this process; and when the process began.
 _known: set[Path] = set()
 _began = time.time()
 
 
 def report(metrics: dict[str, Any], manager: Any) -> None:
-    """``ray.train.report``, with the newest durable checkpoint of a manager if Ray does not know it yet.
+    """``ray.train.report``, with the newest durable checkpoint of a manager if it has not been reported yet.
 
-    Nothing is copied, and no save is waited for. All workers call it, as they do ``ray.train.report``. A checkpoint
-    counts if this run has restored it, or saved it since it was started: others may be damaged, or left behind.
+    It copies nothing and waits for no save. All workers call it, like ``ray.train.report``. A checkpoint counts if this
+    run restored it, or saved it since its start: others may be damaged, or left behind.
 
     Args:
         metrics: as for ``ray.train.report``.
         manager: a :class:`fastckpt.Manager` in the directory of the run, without ``keep``: Ray removes checkpoints.
 
     Raises:
-        ValueError: the manager has policies to ``keep``, or its directory is outside of the run's.
+        ValueError: the manager has policies to ``keep``, or its directory is outside the run's.
 
     Example:
         >>> from fastckpt.integrations.ray import report  # report({"loss": loss}, manager)
@@ -42,9 +42,9 @@ def report(metrics: dict[str, Any], manager: Any) -> None:
             mode = train.CheckpointConsistencyMode.COMMITTED
             known = train.get_all_reported_checkpoints(consistency_mode=mode)
             _known.update(Path(one.checkpoint.path).resolve() for one in known)
-        # One that Ray knows twice, it would remove for the older of the two.
+        # Ray would remove a checkpoint that is reported twice when the older report expires.
         if path not in _known and (step == manager.remaining(step).start - 1 or _is_new(path)):
-            # Ray goes by the text of the path, with the links that the run's own has.
+            # Ray compares the text of the path, with the links in the run's own path.
             inside = path.relative_to(Path(storage.experiment_fs_path).resolve())
             checkpoint = train.Checkpoint(f"{storage.experiment_fs_path}/{inside}", storage.storage_filesystem)
             _known.add(path)

@@ -1,4 +1,4 @@
-"""Files of safetensors, saved whole and durable, and verified where fastckpt has their checksums (docs/files.md).
+"""Files of safetensors, saved whole and durable, and verified if fastckpt has their checksums (docs/files.md).
 
     from fastckpt.integrations.safetensors import load_file, safe_open, save_file
 
@@ -40,18 +40,18 @@ _installed = Installed()
 def install(*, io: Any = "auto", verify: bool = True) -> Installation:
     """Make the package safetensors use the functions of this module.
 
-    That goes for its ``save_file`` and ``load_file``, wherever a program has them from (``save_pretrained``), and for
-    what imports ``safetensors.safe_open`` from now on; that name is a function then, not a class.
+    It replaces ``save_file`` and ``load_file``, however a program calls them (``save_pretrained``), and
+    ``safetensors.safe_open`` for later imports; that name is then a function, not a class.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
         verify: as for :func:`safe_open`.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -71,7 +71,7 @@ def _safe_open(options: Any, _: Any, *given: Any, **more: Any) -> Any:
 
 def _serialize_file(options: Any, theirs: Any, tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
     specs = isinstance(tensor_dict, dict) and all(isinstance(one, TensorSpec) for one in tensor_dict.values())
-    # safetensors itself says what is wrong, and puts a file in the place of a link: what that points to is others'.
+    # safetensors itself reports the error, and replaces a link by a file: the link's target may belong to others.
     if specs and not os.path.islink(filename):  # noqa: PTH114 - safetensors has other words for what is no path
         _write(tensor_dict, filename, metadata, options["io"])
     else:
@@ -80,7 +80,7 @@ def _serialize_file(options: Any, theirs: Any, tensor_dict: Any, filename: Any, 
 
 def _write(specs: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None, io: Any) -> None:
     empty = TensorSpec(dtype="uint8", shape=[0], data_ptr=1, data_len=0)
-    _package.serialize(dict.fromkeys(specs, empty), metadata)  # refuses what is no text
+    _package.serialize(dict.fromkeys(specs, empty), metadata)  # refuses values that are not strings
     # Tensors of wide elements come first, so that each is aligned.
     order = sorted(specs.items(), key=lambda item: (-BITS.get(item[1].dtype, 0), item[0]))
     for name, spec in order:
@@ -101,14 +101,14 @@ def save_file(tensors: Any, filename: Any, metadata: dict[str, str] | None = Non
     Args:
         tensors: a dict of torch tensors or of numpy arrays. They must not change until this returns.
         filename: the path of the file.
-        metadata: texts by name, for the header.
+        metadata: strings by name, for the header.
         io: as for :func:`fastckpt.open_write`.
 
     Raises:
         OSError: the storage failed.
         RuntimeError: tensors share memory.
         safetensors.SafetensorError: the format has no such dtype or name.
-        TypeError: ``metadata`` holds something else.
+        TypeError: ``metadata`` holds another type.
         ValueError: a tensor is sparse or not contiguous, or ``tensors`` is not a dict of tensors.
 
     Example:
@@ -116,7 +116,7 @@ def save_file(tensors: Any, filename: Any, metadata: dict[str, str] | None = Non
         >>> from fastckpt.integrations.safetensors import save_file
         >>> save_file({"w": numpy.ones((2, 3))}, "model.safetensors")
     """
-    keep: list[Any] = []  # the memory that the addresses are of
+    keep: list[Any] = []  # keeps the memory at the addresses alive
     if isinstance(tensors, dict) and all(isinstance(one, np.ndarray) for one in tensors.values()):
         arrays = {name: np.asarray(one, order="C") for name, one in tensors.items()}
         specs: Any = _numpy._flatten(arrays, keep)
@@ -128,7 +128,7 @@ def save_file(tensors: Any, filename: Any, metadata: dict[str, str] | None = Non
 
 
 class _File(AbstractContextManager["_File"]):
-    """What :func:`safe_open` returns: what a file of safetensors has, this has, too."""
+    """The result of :func:`safe_open`, with all methods of a file of safetensors."""
 
     def __init__(self, filename: Any, framework: str, device: Any, backend: str, *, verify: bool) -> None:
         self._framework, self._device = framework, device
@@ -136,7 +136,7 @@ class _File(AbstractContextManager["_File"]):
         self._reader, self._numbers = _checksums_of(self._path)
         self._sound: set[int | None] = {None}
         self._theirs: Any = _open(filename, framework, device, backend=backend)
-        # Of a file that has taken the path since the manifest was read, the bytes are others than it says.
+        # If another file got the path after the manifest was read, its bytes do not match the manifest.
         self._mappings = self._reader and self._reader.map([*self._numbers.values()])
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ class _File(AbstractContextManager["_File"]):
         return getattr(self._theirs, name)
 
     def __exit__(self, *_: object) -> None:
-        self.__dict__.pop("_theirs", None)  # a loader goes on with it
+        self.__dict__.pop("_theirs", None)  # a loader continues to use it
 
     def get_tensor(self, name: str) -> Any:
         self._check(name)
@@ -178,8 +178,8 @@ class _File(AbstractContextManager["_File"]):
         return _Loader([*plan], read, threads)
 
     def _check(self, *names: str, threads: int | None = None) -> None:
-        """Compare these tensors and the header, as far as there are checksums, unless they were compared before."""
-        least = next(iter(self._numbers.values()), None)  # for what has no bytes, and what the manifest lacks
+        """Verify these tensors and the header, as far as there are checksums, unless they were verified before."""
+        least = next(iter(self._numbers.values()), None)  # for tensors without bytes, and those that the manifest lacks
         numbers = {self._numbers.get(name, least) for name in names} - self._sound
         if numbers:
             self._reader.check(self._mappings, [*numbers], threads=threads, tick=None)
@@ -198,7 +198,7 @@ def _checksums_of(path: Path | None) -> tuple[Any, dict[str, int]]:
 
 
 class _Slice:
-    """A tensor that is compared before a part of it is first read."""
+    """A tensor that is verified before a part of it is first read."""
 
     def __init__(self, theirs: Any, check: Callable[[], None]) -> None:
         self._theirs, self._check = theirs, check
@@ -210,7 +210,7 @@ class _Slice:
 
 
 class _Loader(AbstractContextManager["_Loader"]):
-    """What ``prefetch`` returns: threads read ahead. What nobody takes stays in memory until ``close``."""
+    """The result of ``prefetch``: threads read ahead. Unused tensors stay in memory until ``close``."""
 
     def __init__(self, names: list[str], read: Callable[[str], Any], threads: int) -> None:
         self.names, self._closed, self._process = names.copy, False, os.getpid()
@@ -242,8 +242,8 @@ class _Loader(AbstractContextManager["_Loader"]):
 def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap", verify: bool = True) -> Any:
     """Open a file as ``safetensors.safe_open`` does.
 
-    A tensor in a shard of a checkpoint is compared with its checksums before it is first given, sliced or fetched.
-    Another file that :func:`fastckpt.open_write` wrote is compared, as a whole, by ``get_tensors`` alone.
+    A tensor in a shard of a checkpoint is compared with its checksums before it is first returned, sliced or
+    prefetched. Another file that :func:`fastckpt.open_write` wrote is verified as a whole, only by ``get_tensors``.
 
     Args:
         filename: the path of the file.
@@ -253,8 +253,8 @@ def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: st
         verify: whether bytes are compared.
 
     Returns:
-        What safetensors returns, with the ``prefetch`` of its version 0.9, to the CPU, too (docs/files.md). Where bytes
-        are not those that were written, it raises ``CorruptCheckpointError``.
+        The object of safetensors, with ``prefetch`` of its version 0.9, even to the CPU (docs/files.md). If bytes are
+        not those that were written, it raises ``CorruptCheckpointError``.
 
     Raises:
         CorruptCheckpointError: the manifest of the checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""``torch.save`` and ``torch.load`` of a path write and read files that are whole, durable and checked.
+"""``torch.save`` and ``torch.load`` of a path write and read files that are whole, durable and verified.
 
     fastckpt.integrations.torch.install()
 
@@ -32,20 +32,20 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
     """Make ``torch.save`` and ``torch.load`` of a path use :func:`fastckpt.open_write` and ``open_read``.
 
     A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
-    the page cache. torch's CRC-32, which slows it down and which ``torch.load`` never looks at, is left out; fastckpt's
-    checksum is kept beside the bytes, and ``torch.load`` compares it. torch itself writes to file objects, pipes and
-    devices, into files that have several names, another owner or an ACL, and where no file can be made; it reads files
-    without that checksum.
+    the page cache. torch's CRC-32, which is slow and which ``torch.load`` never checks, is left out; fastckpt stores
+    its checksum with the file, and ``torch.load`` checks it. torch itself writes to file objects, pipes and devices, to
+    files that have several names, another owner or an ACL, and where no file can be made; it reads files without that
+    checksum.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
-        verify: whether ``torch.load`` reads and compares all bytes first, also with ``mmap=True``.
+        verify: whether ``torch.load`` first reads and verifies all bytes, even with ``mmap=True``.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -60,9 +60,9 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
 
 
 def _may_replace(f: Any) -> bool:
-    """Whether a call names a file that may be replaced by a new one, or nothing yet, where one may be made.
+    """Whether a call names a file that a new one may replace, or a place where a new file may be made.
 
-    torch writes into an existing file. If that has other names, or another owner, a new file would not be the same.
+    torch writes into an existing file. If that has further names or another owner, a new file would not be equivalent.
     """
     if not isinstance(f, (str, os.PathLike)) or is_url(os.fspath(f)):
         return False
@@ -80,12 +80,12 @@ def _may_replace(f: Any) -> bool:
 def _has_acl(path: str) -> bool:
     try:
         return "system.posix_acl_access" in os.listxattr(path)
-    except OSError:  # the file system has none
+    except OSError:  # the file system has no ACLs
         return False
 
 
 def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any, *args: Any, **more: Any) -> None:
-    skips = getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False)  # it seeks
+    skips = getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False)  # the call seeks
     if skips or not _may_replace(f):
         theirs(obj, f, *args, **more)
         return
@@ -100,7 +100,7 @@ def _load(options: dict[str, Any], theirs: Callable[..., Any], f: Any, *args: An
 
 
 class _Unsummed:
-    """Inside, torch computes no CRC-32. Its switch is one for all threads."""
+    """A context in which torch computes no CRC-32. All threads share its switch."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -108,7 +108,7 @@ class _Unsummed:
         self._before = True
 
     def forget(self) -> None:
-        """Begin anew, with torch's switch as it was."""
+        """Start over, with torch's switch as it was."""
         if self._inside:
             torch.serialization.set_crc32_options(self._before)
         self._lock, self._inside = Lock(), 0
@@ -128,6 +128,6 @@ class _Unsummed:
 
 
 unsummed = _Unsummed()
-# A child has none of the threads that were inside.
+# A child has none of the threads in the context.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unsummed.forget)

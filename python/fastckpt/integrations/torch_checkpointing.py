@@ -1,4 +1,4 @@
-"""torch_checkpointing's files become whole and durable, and are compared with their checksums when they are read.
+"""torch_checkpointing's files are written whole and durable, and are verified when they are read.
 
 CheckpointManager.Config(storage_config=fastckpt.integrations.torch_checkpointing.StorageConfig())
 """
@@ -31,11 +31,11 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. Unless it has ``verify=False``, a file is
-            read in full and compared with its checksum each time that it is opened. A ``bandwidth_limit`` is that of
+            read in full and compared with its checksum each time that it is opened. A ``bandwidth_limit`` applies to
             each file, and torch_checkpointing writes several at a time.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -49,12 +49,12 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
         self.io = check_io("StorageConfig", self.io)
 
     def create_storage(self) -> Any:
-        """The storage; torch_checkpointing calls it, also in the process that writes in the background."""
+        """The storage; torch_checkpointing calls this, even in the process that writes in the background."""
         return _Storage(self)
 
 
 class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
-    #: Many threads compare a file when it is opened; what is left is to copy it from the page cache.
+    #: Many threads verify a file when it is opened; after that, reading is a copy from the page cache.
     mmap_fill_workers = 1
 
     def __init__(self, config: StorageConfig) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan saves and resumes through fastckpt; it decides itself when it saves (docs/guides/torchtitan.md).
+"""torchtitan saves and resumes through fastckpt, and decides itself when it saves (docs/guides/torchtitan.md).
 
 A run has ``checkpoint=FastckptManager.Config(enable=True, interval=500)`` in its configuration.
 """
@@ -27,22 +27,22 @@ from ._processes import first_that_loads, own_dtypes
 
 __all__ = ["FastckptManager"]
 
-#: The member of metadata that marks checkpoints of this door, and what it has.
+#: The member of metadata that marks checkpoints of this integration, and its content.
 _MARK, _MODEL_ONLY, _HUGGING_FACE = "torchtitan", "model_only", "hugging_face"
 
 
 class FastckptManager(CheckpointManager):  # type: ignore[misc]
-    """A checkpoint manager of torchtitan, which keeps its checkpoints by a :class:`fastckpt.Manager`.
+    """A checkpoint manager of torchtitan that keeps its checkpoints with a :class:`fastckpt.Manager`.
 
     Its ``Config`` has the fields of torchtitan's own manager, with the same meaning. ``async_mode`` differs, and
     ``hugging_face`` is new:
 
     - ``async_mode``: ``"async"``, the default, continues once the state is copied; ``"async_with_pinned_mem"`` at once,
-      and the next optimizer's step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
-    - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, where
-      torchtitan's adapter for the model keeps all of them; where it does not, a warning says so.
+      and the next optimizer step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
+    - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, if
+      torchtitan's adapter for the model keeps all of them; otherwise there is a warning.
 
-    A run resumes from the newest checkpoint that verifies and has more than the model. ``initial_load_path`` may be a
+    A run resumes from the newest checkpoint that verifies and is not a model only. ``initial_load_path`` may be a
     checkpoint of this manager, of torch.distributed.checkpoint, or of Hugging Face.
 
     Args:
@@ -59,7 +59,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's fields, and one more."""
+        """torchtitan's fields, and ``hugging_face``."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         """Whether training goes on while a checkpoint is written."""
@@ -68,7 +68,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """Whether tensors of the model have Hugging Face's names and layout, where an adapter keeps all of them."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        # Without what its own asynchronous modes and removals need.
+        # Without the parts for torchtitan's asynchronous modes and removals.
         super().__init__(replace(cast("Any", config), async_mode="disabled", keep_latest_k=0), **parts)
         if not self.enable:
             return
@@ -89,10 +89,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         self._ranks = self._manager._ranks
 
     def __del__(self) -> None:
-        """Nothing: a finalizer must not wait for other ranks."""
+        """Do nothing: a finalizer must not wait for other ranks."""
 
     def _close(self) -> None:
-        # torchtitan closes it in a handler, too: then the others may not come.
+        # torchtitan also closes it in an exception handler: then the other ranks may not come.
         self._manager.__exit__(*sys.exc_info())
 
     # Saving.
@@ -120,7 +120,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing: what changes the state waits for the copy."""
+        """Do nothing: code that changes the state waits for the copy."""
 
     def _wait_for_saving(self) -> None:
         self._manager.wait()
@@ -130,7 +130,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _loader_keys(self) -> list[str]:
         """The keys of the loader's state that this rank saves.
 
-        Stages of a pipeline have the key of one loader, and each its own value: it has a random number of the process.
+        Pipeline stages have the key of one loader, but each its own value, which has a random number of the process.
         """
         told = self._ranks.each(sorted(self.states[DATALOADER].state_dict()))
         return [key for key in told[self._ranks.rank] if not any(key in keys for keys in told[: self._ranks.rank])]
@@ -143,7 +143,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return load() if candidates else self._load_theirs(step)
 
     def _load_theirs(self, step: int) -> bool:
-        """Load what torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
+        """Load a checkpoint that torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
         with fastckpt.dcp.install():
             return bool(super()._load(step))
 
@@ -160,10 +160,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002 - torchtitan's interface
-        return -1  # none: `_candidates` has found all that there are
+        return -1  # none: `_candidates` has found all checkpoints
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
-        """Load what a run begins with, as torchtitan's own manager does, or what this one wrote; torchtitan calls it.
+        """Load the initial checkpoint of a run, torchtitan's or this manager's; torchtitan calls it.
 
         Args: state_dict: the states to load; checkpoint_id: the directory; from_hf: whether its files are Hugging
         Face's; from_quantized: whether these are quantised.
@@ -181,8 +181,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _candidates(self, step: int) -> list[int]:
         """The steps that may be loaded, the best first.
 
-        Of this manager's those of the branch that saved last, as everywhere; torchtitan's own; and a seed if there is
-        nothing else.
+        This manager's checkpoints of the branch that saved last; torchtitan's own; and a seed if there is no other.
         """
         if step != -1:
             return [step]
@@ -208,25 +207,25 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     @cached_property
     def _adapts(self) -> bool:
-        """Whether tensors have Hugging Face's names and layout: if the adapter keeps all of them on all ranks."""
+        """Whether tensors have Hugging Face's names and layout: only if the adapter keeps all of them on all ranks."""
         if self.sd_adapter is None or not self._wants_hugging_face:
             return False
         tried = attempt(self._ranks, "sd_adapter", self._try_adapter)
         if isinstance(tried, Lost) and self._ranks.leads:
-            text = "fastckpt: checkpoints have torchtitan's names of tensors: Hugging Face's adapter fails: %s: %s"
+            text = "fastckpt: checkpoints use torchtitan's tensor names: Hugging Face's adapter fails: %s: %s"
             first = tried.failures.listed[0]
             LOG.warning(text, first.kind, first.why)
         return not isinstance(tried, Lost)
 
     def _try_adapter(self) -> None:
-        """Convert to and fro: some adapters know a part of the names, or not each way to shard."""
+        """Convert there and back: some adapters support only part of the names, or not each sharding."""
         state = self.states[MODEL].state_dict()
         back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
         if lost := sorted(state.keys() - back.keys()):
-            raise ValueError(f"it drops {len(lost)} of them, among them {lost[0]}")
+            raise ValueError(f"it drops {len(lost)} of the names, such as {lost[0]}")
 
     def _parts(self) -> list[str]:
-        """The keys of what is saved."""
+        """The keys of the saved state."""
         return [key for key, value in self.states.items() if hasattr(value, "state_dict")]
 
     def _state(self, keys: Collection[str], *, hugging_face: bool, exports: bool = False) -> dict[str, Any]:
@@ -240,14 +239,14 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return state
 
     def _fill(self, wanted: Collection[str], path: str, load: Any, *, hugging_face: bool, casts: bool) -> Any:
-        """Have ``load`` fill the model, and what else of a checkpoint is ``wanted``; return what it returns.
+        """Make ``load`` fill the model, and the other ``wanted`` parts of a checkpoint; returns its result.
 
         The model's tensors may have other dtypes in the checkpoint if it ``casts``.
         """
         keys = [key for key in self._parts() if key == MODEL or key in wanted]
         state = self._state([key for key in keys if key != DATALOADER], hugging_face=hugging_face)
         found = load(into=state, keys=[*state], dtype=own_dtypes({MODEL: state[MODEL]}) if casts else None)
-        if DATALOADER in keys:  # each rank looks for its own key in it
+        if DATALOADER in keys:  # each rank looks for its own key in the state
             state |= distributed.load(path, keys=DATALOADER)
         if hugging_face:
             state[MODEL] = self.sd_adapter.from_hf(state[MODEL])
@@ -257,7 +256,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
 
 def _mark_of(path: str) -> Mapping[str, bool] | None:
-    """What this manager noted about a checkpoint; None if it did not write it, or if that cannot be told any more."""
+    """The mark of this manager in a checkpoint; None if it did not write it, or if the mark is unreadable."""
     try:
         with fastckpt.open(path) as checkpoint:
             mark = (checkpoint.metadata or {}).get(_MARK)

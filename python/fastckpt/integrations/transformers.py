@@ -1,4 +1,4 @@
-"""transformers' Trainer saves and resumes through fastckpt; it decides itself when it saves, and what it keeps.
+"""transformers' Trainer saves and resumes through fastckpt, and decides itself when it saves and what it keeps.
 
     fastckpt.integrations.transformers.install()
     trainer.train(resume_from_checkpoint=True)
@@ -35,28 +35,28 @@ from ._processes import begin_save, crew_of, engine_of, own_state
 __all__ = ["install"]
 
 _installed = Installed()
-#: What the Trainer adds up for the next line of its log and for its result, and does not save itself; and TRL's.
+#: Sums of the Trainer for the next line of its log and for its result, which it does not save; and TRL's.
 _COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 _COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
-_HARMLESS = (_trainer.__name__, "axolotl.core.trainers.base")  # after their saves, nothing is done with a checkpoint
+_HARMLESS = (_trainer.__name__, "axolotl.core.trainers.base")  # after their saves, they do nothing with a checkpoint
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Make every ``Trainer`` of this program save and resume through fastckpt.
 
     Its settings still apply, and ranks save together. ``train(resume_from_checkpoint=True)`` resumes from the newest
-    checkpoint that verifies, if there is one. docs/guides/trainer.md says what is left to the Trainer, with a warning.
+    checkpoint that verifies, if there is one. docs/guides/trainer.md lists what is left to the Trainer, with a warning.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
         background: whether training continues once the state is copied (:func:`fastckpt.save_async`), or waits until
-            it is durable, as it always does for what reads it: ``push_to_hub``, and callbacks with an ``on_save``.
+            it is durable, as it always does for its readers: ``push_to_hub``, and callbacks with an ``on_save``.
 
     Returns:
-        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+        A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
 
     Raises:
-        TypeError: ``io`` is neither.
+        TypeError: ``io`` has another type.
         ValueError: ``io`` names an unknown engine.
 
     Example:
@@ -70,7 +70,7 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 class _Run:
     """One call of ``train``."""
 
-    resumed: Any = None  # the checkpoint of fastckpt that it goes on from
+    resumed: Any = None  # the checkpoint of fastckpt from which it resumes
     ended = False  # whether that was the end of its training
     restored = False  # whether random states and sums of losses were taken from it
     files: dict[str, bytes] | None = None  # those beside the weights, the same in each of its checkpoints
@@ -92,13 +92,13 @@ def _left_to_trainer(trainer: Any) -> str | None:
         "a model that was sharded as it was loaded": trainer.is_distributed_loading_by_transformers,
         "an adapter that is not called default": {*getattr(trainer.model, "peft_config", ())} - {"default"},
         "save_on_each_node": trainer.args.save_on_each_node,
-        f"loaders of its own in {mine.__name__}": any(getattr(mine, one) is not getattr(stock, one) for one in loaders),
+        f"overridden loaders in {mine.__name__}": any(getattr(mine, one) is not getattr(stock, one) for one in loaders),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _model_of(trainer: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-    """The module that DDP or ``torch.compile`` is around; and by its key what is saved of it: of PEFT the adapter."""
+    """The module inside DDP or ``torch.compile``; and its saved state by key: for PEFT, the adapter."""
     bare = trainer.accelerator.unwrap_model(trainer.model if model is None else model, keep_torch_compile=False)
     if not hasattr(bare, "peft_config"):
         return bare, {"model": bare}
@@ -106,15 +106,15 @@ def _model_of(trainer: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
 
 
 def _training_of(trainer: Any) -> dict[str, Any]:
-    """What training needs beside the model."""
+    """The training state beside the model."""
     optimizer, scaler = trainer.optimizer, trainer.accelerator.scaler
     parts = {"optimizer": getattr(optimizer, "optimizer", optimizer), "scheduler": trainer.lr_scheduler}
     return parts if scaler is None else {**parts, "scaler": scaler}
 
 
 def _files(trainer: Any) -> dict[str, bytes]:
-    """Configuration, tokenizer and whatever else lies beside the weights."""
-    names = trainer.model.state_dict() if hasattr(trainer.model, "peft_config") else ()  # which PEFT looks for
+    """Configuration, tokenizer and all other files beside the weights."""
+    names = trainer.model.state_dict() if hasattr(trainer.model, "peft_config") else ()  # for which PEFT looks
     with tempfile.TemporaryDirectory() as there:
         trainer._save(there, state_dict={name: sys.modules["torch"].empty(1) for name in names})  # all but the weights
         found = [one for one in Path(there).iterdir() if ".safetensors" not in one.name]
@@ -166,7 +166,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
 
 
 def _saves_last(trainers: type) -> bool:
-    """Whether classes of a trainer that have a ``_save_checkpoint`` of their own do nothing after the Trainer's."""
+    """Whether the ``_save_checkpoint`` overrides of a trainer's classes do nothing after the Trainer's."""
     ends = r"( *)def .*\n\1    (return )?super\(\)\._save_checkpoint\([^()]*\)\s*"  # not below an if or a with
     own = [vars(one).get("_save_checkpoint") for one in trainers.__mro__ if one.__module__ not in _HARMLESS]
     try:
@@ -176,13 +176,13 @@ def _saves_last(trainers: type) -> bool:
 
 
 def _maybe_log_save_evaluate(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> None:
-    """At the end of an epoch it comes twice, for the last step and for the epoch: one save serves both."""
+    """At the end of an epoch it is called twice, for the last step and for the epoch: one save serves both."""
     run, state, control = _run_of(trainer), trainer.state, trainer.control
     again, run.logged = run.logged == state.global_step, state.global_step
     control.should_training_stop |= run.stopped
     ends = float(state.epoch or 0).is_integer() or state.global_step >= state.max_steps
     if again and run.stopped and not ends:
-        return  # the epoch goes on after the restart
+        return  # the epoch continues after the restart
     due, comes_again = control.should_save or run.stopped, ends and not again
     control.should_save = due and not comes_again
     theirs(trainer, *args, **more)
@@ -190,7 +190,7 @@ def _maybe_log_save_evaluate(_: Any, theirs: Any, trainer: Any, *args: Any, **mo
 
 
 def _execute_jit_checkpoint(_: Any, __: Any, manager: Any) -> None:
-    """After SIGTERM, have the Trainer log, evaluate and save as at the end of any step, and stop there."""
+    """After SIGTERM, make the Trainer log, evaluate and save as at the end of any step, and then stop."""
     manager.is_checkpoint_requested = manager.trainer.control.should_training_stop = False
     _run_of(manager.trainer).stopped = True
 
@@ -204,7 +204,7 @@ def _finalize_training(_: Any, theirs: Any, trainer: Any, trial: Any, *args: Any
     if run.resumed is not None and not run.restored:  # it had no step to take
         trainer._load_rng_state(run.resumed)
     if run.restored:
-        # The Trainer adds the rest to the loss of all steps, and divides it by the number of those since the restart.
+        # The Trainer adds the rest to the loss of all steps, and divides it by the number of steps since the restart.
         steps, rest = state.global_step, trainer._tr_loss.item()
         share = max(steps - trainer._initial_global_step, 0.001) / max(steps, 0.001)
         trainer._total_loss_scalar = (trainer._total_loss_scalar + rest) * share - rest
@@ -228,14 +228,14 @@ def _train(_: Any, theirs: Any, trainer: Any, resume_from_checkpoint: Any = None
     is_last = path.parent == folder and path.match(f"{_utils.PREFIX_CHECKPOINT_DIR}-*") and path.is_dir()
     if torn := is_last and not (path / _trainer.TRAINER_STATE_NAME).exists():  # by a save that was killed
         LOG.warning("fastckpt: %s is not whole, and the newest checkpoint that is undamaged is taken", path)
-    if torn or (str(path).lower() == "true" and not path.exists()):  # a command line can give text alone
+    if torn or (str(path).lower() == "true" and not path.exists()):  # a command line can only pass strings
         resume_from_checkpoint = newest_of(trainer)
     if not is_ours(resume_from_checkpoint):
         return theirs(trainer, resume_from_checkpoint, *args, **more)
     run.resumed = resume_from_checkpoint
     with fastckpt.open(run.resumed) as checkpoint:
         run.ended = bool((checkpoint.metadata or {}).get("ended"))
-    trainer._load_rng_state = partial(_restore_counted, trainer)  # Axolotl's own looks for the Trainer's file
+    trainer._load_rng_state = partial(_restore_counted, trainer)  # Axolotl's own method looks for the Trainer's file
     return theirs(trainer, run.resumed, *args, **more)
 
 
@@ -247,7 +247,7 @@ def _run_epoch(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> No
 
 
 def _load_callback_state(_: Any, theirs: Any, trainer: Any) -> None:
-    theirs(trainer)  # which does it if it is asked to, and makes new callbacks
+    theirs(trainer)  # which does it on request, and makes new callbacks
     for name, saved in trainer.state.stateful_callbacks.items() if _run_of(trainer).resumed else ():
         ours = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == name]
         for callback, state in zip(ours, saved if isinstance(saved, list) else [saved], strict=False):
@@ -261,7 +261,7 @@ def _load_from_checkpoint(_: Any, theirs: Any, trainer: Any, path: str, model: A
         return
     bare, part = _model_of(trainer, model)
     distributed.load(path, into=part, keys=list(part))
-    if "adapter_model" in part:  # some adapters give copies of their tensors
+    if "adapter_model" in part:  # some adapters return copies of their tensors
         sys.modules["peft"].set_peft_model_state_dict(bare, part["adapter_model"])
 
 
@@ -278,7 +278,7 @@ def _load_optimizer_and_scheduler(_: Any, theirs: Any, trainer: Any, path: str |
 
 
 def _restore_counted(trainer: Any, path: str) -> None:
-    """Restore random states, and what the Trainer adds up."""
+    """Restore random states, and the sums of the Trainer."""
     own = own_state(path) or distributed.load_per_rank(path, rank=0)
     for name, value in own["counted"].items():
         setattr(trainer, name, value.to(trainer.args.device) if hasattr(value, "to") else value)
@@ -296,5 +296,5 @@ _OURS: list[tuple[Any, str, Any]] = [
     (_trainer.Trainer, "train", _train),
     *((_trainer.Trainer, ours.__name__, ours) for ours in (*_SAVING, *_RESUMING)),
     (CheckpointManager, "execute_jit_checkpoint", _execute_jit_checkpoint),
-    (_trainer, "sort_checkpoints", lambda *_, **__: []),  # which it would remove file by file, at its end
+    (_trainer, "sort_checkpoints", lambda *_, **__: []),  # which the Trainer would remove file by file at its end
 ]

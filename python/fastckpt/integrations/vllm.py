@@ -18,7 +18,7 @@ __all__ = ["register"]
 def register() -> None:
     """Register the load format ``fastckpt``; vLLM calls this in each of its processes, by an entry point.
 
-    In a vLLM without these loaders it does nothing: vLLM would not start for an error of it.
+    In a vLLM without these loaders it does nothing: an error would prevent vLLM from starting.
 
     Example:
         >>> from fastckpt.integrations.vllm import register  # of the group vllm.general_plugins
@@ -31,21 +31,21 @@ def register() -> None:
 
     @register_model_loader("fastckpt")
     class FastckptModelLoader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's own loader, with our weights."""
+        """vLLM's own loader, with weights from fastckpt."""
 
         def download_model(self, model_config: Any) -> None:
             fastckpt.open(model_config.model).close()
 
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
             if getattr(model, "secondary_weights", ()):
-                raise ValueError(f"load format fastckpt: {type(model).__name__} takes weights of several models")
+                raise ValueError(f"fastckpt: secondary weights of {type(model).__name__} are unsupported")
             self.counter_before_loading_weights = time.perf_counter()
             yield from _weights(model_config.model)
 
 
 def _weights(path: str) -> Iterator[tuple[str, Any]]:
     """The weights of the model in a checkpoint, under Hugging Face's names, layer by layer as the model has them."""
-    # The ranks of a node read the same.
+    # The ranks of a node read the same bytes.
     with fastckpt.open(path, io="buffered") as checkpoint:
         prefixes = {shard.file: shard.prefix for shard in checkpoint._shards if "/" not in shard.file}
         names = [name for name in checkpoint if checkpoint.info(name).shard in prefixes]

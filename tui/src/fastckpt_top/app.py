@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fastckpt_top.session import Session
 
 TICK_S: Final = 0.1
-"""How often the clock is looked at."""
+"""Seconds between two reads of the clock."""
 IDLE_S: Final = 1.0
 """Without a running operation one look a second is enough."""
 NOTICE_S: Final = 4.0
@@ -46,7 +46,7 @@ NOTICE_S: Final = 4.0
 
 
 def _hung_up() -> bool:
-    """Whether the terminal has gone. Only processes with this controlling terminal receive SIGHUP."""
+    """Whether the terminal is gone. Only processes with this controlling terminal receive SIGHUP."""
     poll = select.poll()
     poll.register(sys.__stdin__ or 0, 0)
     return any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in poll.poll(0))
@@ -60,7 +60,7 @@ class TopApp(App[None]):
         ui: The first choice of view, sorting and so on.
         glyphs: Characters.
         theme: Name of a Textual theme; empty for one that suits the terminal.
-        duration: Quit after so many seconds; None never.
+        duration: Quit after this many seconds; None never.
         remembered: The file for the user's choices; None to forget them.
         notice: The first message.
         clock: Monotonic clock, seconds.
@@ -68,7 +68,7 @@ class TopApp(App[None]):
 
     TITLE = "fastckpt-top"
     ENABLE_COMMAND_PALETTE = False
-    AUTO_FOCUS = None  # else the hidden prompt takes the keys
+    AUTO_FOCUS = None  # otherwise the hidden prompt gets the keys
     BINDINGS: ClassVar[list[Any]] = [
         Binding(key.keys, key.action, key.does, priority=key.keys.startswith(("ctrl+c", "tab", "shift")))
         for key in (*KEYS, *REPLAY_KEYS)
@@ -106,12 +106,12 @@ class TopApp(App[None]):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The canvas, and a line for text input that is only shown on request."""
+        """The canvas, and a line for text input that is shown only on request."""
         yield self.canvas
         yield self.prompt
 
     def on_mount(self) -> None:
-        """Start the timer; take care that the terminal is restored when a signal ends the program."""
+        """Start the timer; ensure that the terminal is restored when a signal ends the program."""
         self.theme_changed_signal.subscribe(self, lambda _: self.canvas.restyle())
         themes = self.available_themes
         wanted = self._theme_wanted if self._theme_wanted in themes else ""
@@ -139,7 +139,7 @@ class TopApp(App[None]):
             self.look()
 
     def look(self) -> None:
-        """Continue the session, and show it."""
+        """Advance the session, and show it."""
         now = self._clock()
         try:
             self.session.tick()
@@ -167,7 +167,7 @@ class TopApp(App[None]):
         """Whether the terminal has 16 colours or fewer."""
         return not self.is_headless and self.console.color_system not in ("256", "truecolor")
 
-    # --- what the user does ----------------------------------------------------------------------------------------
+    # --- the user's actions ----------------------------------------------------------------------------------------
 
     async def on_event(self, event: events.Event) -> None:
         """While the help is shown, keys that do not scroll it close it, and do nothing else."""
@@ -221,7 +221,7 @@ class TopApp(App[None]):
         self._say(SORTS[self.ui.sort])
 
     def action_expand(self) -> None:
-        """Show the threads of the selected rank, and those of the others below, or go back."""
+        """Show the threads of the selected rank, and of the ranks below it, or go back."""
         rows = self.ui.shown(self._model)
         row = self.ui.selection(rows)
         if self.ui.view == "threads" or row is None:
@@ -252,7 +252,7 @@ class TopApp(App[None]):
         self._say(f"job {text.clean(chosen.name or str(chosen.pid))}")
 
     def action_zoom(self) -> None:
-        """Let the graph show more time, or begin again."""
+        """Let the graph show more time, or start again with the least."""
         now = self.ui.zoom_s if self.ui.zoom_s in ZOOMS else ZOOMS[0]
         self.ui.zoom_s = ZOOMS[(ZOOMS.index(now) + 1) % len(ZOOMS)]
         self._remember("zoom", self.ui.zoom_s)
@@ -273,7 +273,7 @@ class TopApp(App[None]):
         self._say(f"target {target.name}: {text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU")
 
     def action_graph(self) -> None:
-        """Show the graph, or leave its room to the ranks."""
+        """Show the graph, or give its room to the ranks."""
         self.ui.graph = not self.ui.graph
         self.canvas.repaint()
 
@@ -301,13 +301,13 @@ class TopApp(App[None]):
         self.prompt.ask(self.ui.filter)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """The filter works while it is typed."""
+        """Apply the filter while it is typed."""
         if self.prompt.asking:
             self.ui.filter = text.clean(event.value)
             self.canvas.repaint()
 
     def on_input_submitted(self) -> None:
-        """The filter is whole."""
+        """Accept the filter."""
         self.prompt.close()
         self.canvas.repaint()
 
@@ -339,7 +339,7 @@ class TopApp(App[None]):
             self._say(f"recording to {path}")
 
     def _stop_recording(self) -> str:
-        """Finish the recording, if there is one; return why the file could not be finished, empty if it is whole."""
+        """Finish the recording, if there is one; return why the file could not be finished, empty if it is complete."""
         recorder, self.recorder, self.ui.recording = self.recorder, None, ""
         if recorder is not None and isinstance(self.session, Live):
             self.session.sinks.remove(recorder)
@@ -355,7 +355,7 @@ class TopApp(App[None]):
         return self._frozen or self.session.model
 
     def _remember(self, key: str, value: object) -> None:
-        """Keep a choice for the next time; if that fails, report it once and keep none."""
+        """Save a choice for the next start; if that fails, report it once and save none."""
         if self._remembered is None:
             return
         problem = config.remember(self._remembered, key, value)

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _stop(*_: object) -> None:
-    """SIGTERM ends line mode and recordings in order, so that their files are whole."""
+    """SIGTERM ends line mode and recordings cleanly, so that their files are complete."""
     raise KeyboardInterrupt
 
 
@@ -105,7 +105,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
 
 
 def _interactive() -> bool:
-    """Whether there is a terminal to draw on. Textual draws on stderr, and does so into a pipe too."""
+    """Whether there is a terminal to draw on. Textual draws on stderr, even if that is a pipe."""
     return all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)) and os.environ.get("TERM") != "dumb"
 
 
@@ -115,7 +115,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _two_looks(session: Session, interval: float) -> None:
-    """Rates, and the waits of ranks, need two samples; a recording is taken as a whole."""
+    """Rates, and the waits of ranks, need two samples; a recording is read completely."""
     if isinstance(session, Replay):
         session.end()
         return

@@ -1,6 +1,6 @@
 """Settings that the screen keeps from one run to the next: a small JSON file in the user's configuration directory.
 
-What the screen shows is none of them: each start shows the operation, its sentence and the ranks.
+The view is not saved: each start shows the operation, its sentence and the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LARGEST: Final = 1 << 16
-"""A larger file is none of ours, bytes."""
+"""Bytes: a larger file is not this program's."""
 _VALID: Final[dict[str, Callable[[Any], bool]]] = {
     "theme": lambda value: isinstance(value, str),
     "sort": lambda value: value in SORTS,

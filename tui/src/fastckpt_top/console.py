@@ -19,7 +19,7 @@ UNREADABLE: Final = 4
 
 
 def nothing_found(words: str) -> None:
-    """Say that nothing was found, and why that may be: another project's distribution is called ``fastckpt``."""
+    """Print that nothing was found, and a possible reason: another project's distribution is called ``fastckpt``."""
     from importlib import metadata
 
     print(words, file=sys.stderr)
@@ -45,14 +45,14 @@ def put(words: str) -> None:
 
 
 def close() -> None:
-    """The reader is gone: nothing more can be written, at exit neither."""
+    """Close the stream: the reader is gone, and nothing can be written, even at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def replace(path: Path, words: str) -> None:
-    """Replace a file at once, so that no reader finds half of it.
+    """Replace a file atomically, so that no reader finds half of it.
 
     Raises:
         OSError: It cannot be written.

@@ -1,6 +1,6 @@
 """A made-up node: 8 ranks of 4 threads that save and load, one with a fallback, one with a slow thread.
 
-Each snapshot is a function of time alone.
+Each snapshot depends only on the time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RANKS: Final = 8
 THREADS: Final = 4
 BYTES: Final = 39_900_000_000
-"""Of each rank's checkpoint."""
+"""Bytes of each rank's checkpoint."""
 BLOCK: Final = 16 << 20
 HOST: Final = "gpu07"
 TARGET_SAVE: Final = 3_000_000_000
@@ -48,11 +48,11 @@ _SAVE_BPS: Final = (3.12e9, 3.09e9, 3.04e9, 3.01e9, 3.06e9, 2.62e9, 1.82e9, 3.15
 _LOAD_BPS: Final = (4.9e9, 4.8e9, 4.8e9, 4.7e9, 4.9e9, 4.4e9, 3.7e9, 4.9e9)
 _FALLBACK_RANK: Final = 6
 _SLOW: Final = (5, 2)
-"""Rank and thread with a slow disk under it."""
+"""The rank and thread with a slow disk."""
 _LATENCY: Final = (0, 0, 0, 2, 9, 40, 160, 420, 280, 70, 16, 3, 0, 0, 0, 0)
-"""Requests of a thousand, by latency bucket."""
+"""Requests per thousand, by latency bucket."""
 _BEFORE_S: Final = 25.0
-"""What each former operation has added to the times that only grow; at least as much as any takes."""
+"""The time that each earlier operation adds to the growing totals; at least as long as any operation."""
 _SYNC_BEFORE_S: Final = 2.0
 _LATENCY_BEFORE_NS: Final = 300 * 10**9
 _PAST: Final = 6
@@ -85,11 +85,11 @@ class DemoSource:
         return self.at(self._mono())
 
     def past(self, seconds: float, interval: float) -> list[Snapshot]:
-        """The records that a longer observation would have seen, so that the first picture is not empty.
+        """The records that a longer observation would have seen, so that the first screen is not empty.
 
         Args:
-            seconds: How long before the present, at most to the beginning of the cycle.
-            interval: Between two snapshots, seconds.
+            seconds: Seconds before the present, at most to the beginning of the cycle.
+            interval: Seconds between two snapshots.
         """
         now = self._mono()
         count = int(min(seconds, self._begin) / interval)
@@ -106,7 +106,7 @@ class DemoSource:
         return Snapshot(mono, self._real_zero + t, HOST, procs, (), ("demo",))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _proc(self, rank: int, t: float) -> Proc:
         header = _header(rank)

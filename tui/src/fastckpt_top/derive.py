@@ -1,4 +1,4 @@
-"""The pieces that the model is put together from: functions of tracks and processes."""
+"""The parts of the model: functions of tracks and processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack, ThreadTrack
 
 _RESTING: Final = (ThreadState.IDLE, ThreadState.FSYNC, ThreadState.PEERS)
-"""What a thread does that has no rate of its own."""
+"""The activity of a thread without a rate."""
 _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
 
 
 def thread_row(
     index: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float, elapsed: float
 ) -> ThreadRow:
-    """The figures of a thread in an operation of so many seconds, which is behind below a rate of `floor` bytes/s."""
+    """The figures of a thread in an operation of this many seconds; it is behind below a rate of `floor` bytes/s."""
     last = track.last
     latency, waits = None, {}
     ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
@@ -35,7 +35,7 @@ def thread_row(
             latency = (new.latency_ns - old.latency_ns) / (new.requests - old.requests) / 1e9
         both = zip(WAITS, old.waits or (), new.waits or (), strict=True)
         waits = {kind: min(max((after - before) / span, 0.0), 1.0) for kind, before, after in both}
-        if last.state == ThreadState.PEERS:  # what goes on is counted when it ends
+        if last.state == ThreadState.PEERS:  # a wait in progress is counted when it ends
             waits["peers"] = max(waits["peers"], 1.0 - sum(waits.values()) + waits["peers"])
     histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
@@ -71,7 +71,7 @@ def thread_state(thread: Thread, op: OpTrack) -> str:
 
 
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
-    """The cause that holds a rank up, in the words of `bottleneck`, from the mean of its threads."""
+    """The cause that delays a rank, in the words of `bottleneck`, from the mean of its threads."""
     known = [waits for thread in threads if (waits := thread.waits)]
     total = {kind: sum(waits[kind] for waits in known) / len(known) for kind in (known[0] if known else ())}
     if {thread.state for thread in threads} - {"IDLE"} == {"FSYNC"}:
@@ -80,9 +80,9 @@ def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | N
 
 
 def held(track: OpTrack, *, silent: bool) -> str:
-    """What a rank without progress waits for: `disk`, `memory`, `source`, `fsync` or unknown, which is empty.
+    """The cause of a rank's wait without progress: `disk`, `memory`, `source`, `fsync`; empty if unknown.
 
-    Its workers show that, and not the letter of the process: one that waits for its ring sleeps (`S`), and one that
+    Its workers show that, not the letter of the process: a worker that waits for its ring sleeps (`S`), and one that
     waits for a page of its memory is `D`. A process that is `silent` as a whole may be frozen, with its requests.
     """
     stuck, op = track.proc.state == "D", track.op
@@ -98,7 +98,7 @@ def held(track: OpTrack, *, silent: bool) -> str:
 
 
 def progress(track: OpTrack) -> float | None:
-    """0 to 1; at most 0.99 until all is being made durable; None while the size is unknown."""
+    """0 to 1; at most 0.99 until fsync begins; None while the size is unknown."""
     op = track.op
     if op.phase in (Phase.FSYNC, Phase.COMMIT, Phase.DONE):
         return 1.0
@@ -129,7 +129,7 @@ def phase(tracks: list[OpTrack]) -> str:
 
 
 def order(proc: Proc) -> tuple[int, int, int]:
-    """Sorts processes by rank, those without one last."""
+    """Sorts processes by rank, those without a rank last."""
     rank = proc.rank
     return (0 if rank >= 0 else 1, rank, proc.header.pid)
 
@@ -140,7 +140,7 @@ def name(proc: Proc) -> str:
 
 
 def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
-    """`rank 3`, for which a process waits in the end: whom it waits for may itself wait for another; else empty.
+    """The rank, `rank 3`, for which a process ultimately waits, because that one may wait for another; else empty.
 
     Args:
         proc: The process.

@@ -1,4 +1,4 @@
-"""When a rank will be durable, and which one the others wait for."""
+"""Estimates when a rank will be durable, and which one the others wait for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 BEHIND: Final = 1.25
-"""How many times the median a rank's ETA is when the node waits for it; likewise a thread's rate below the median."""
+"""The ratio of a rank's ETA to the median from which the node waits for it; also of the median to a thread's rate."""
 QUIET_S: Final = 1.0
 """No ETA and no straggler in this first part of an operation, seconds."""
 _SECONDS_BEHIND: Final = 0.5
 """A straggler's ETA is later than the median by more than this, seconds."""
 _STICKY: Final = 1.1
-"""Another rank takes a straggler's place when its ETA is so many times as long."""
+"""Another rank replaces a straggler when its ETA is this many times as long."""
 
 
 def phase_start(track: OpTrack) -> float:
-    """When the present phase began, on the reader's clock."""
+    """When the current phase began, on the reader's clock."""
     return track.start + max(track.op.t_phase_mono_ns - track.op.t_start_mono_ns, 0) / 1e9
 
 
@@ -51,7 +51,7 @@ def eta(track: OpTrack, look: Look) -> float | None:
 
 
 def straggler(group: Group, etas: Mapping[tuple[str, int], float | None], look: Look) -> OpTrack | None:
-    """The rank that the others wait for, by their own word or by its ETA; None if none is clearly behind."""
+    """The rank that the others wait for, by their reports or by its ETA; None if none is clearly behind."""
     waited_for = _awaited(group, look)
     if waited_for is not None:
         return waited_for
@@ -62,7 +62,7 @@ def straggler(group: Group, etas: Mapping[tuple[str, int], float | None], look: 
         return None
     longest, track = max(known, key=lambda pair: pair[0])
     before = group.straggler
-    if before is not None and before.running and not before.failed:  # two that are alike do not take turns
+    if before is not None and before.running and not before.failed:  # two similar ranks must not alternate
         its = etas.get(before.key)
         if its is not None and longest <= its * _STICKY:
             longest, track = its, before
@@ -71,7 +71,7 @@ def straggler(group: Group, etas: Mapping[tuple[str, int], float | None], look: 
 
 
 def _awaited(group: Group, look: Look) -> OpTrack | None:
-    """The rank for which most of the others wait, by their own word, if it is here and at work."""
+    """The rank for which most of the others report a wait, if it is here and working."""
     waits = Counter(
         rank for track in group.members.values() if track.running and (rank := track.proc.waits_for) is not None
     )

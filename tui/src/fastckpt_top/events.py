@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 KEPT: Final = 200
-"""Events that are kept."""
+"""The most events that are kept."""
 
 
 class Events:
@@ -28,7 +28,7 @@ class Events:
 
     Attributes:
         kept: Oldest first.
-        count: Events ever, also those no longer kept.
+        count: All events so far, even those no longer kept.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Events:
             self._tell_change(group, look)
 
     def _begin(self, groups: list[Group], look: Look) -> None:
-        """Operations that had ended before the first look are history, not news."""
+        """Operations that ended before the first look are history, not news."""
         self._begun = True
         for group in groups:
             group.told_end = not group.running
@@ -69,7 +69,7 @@ class Events:
                 self._warned[track.proc.key] = track.proc.process.warned
 
     def _add(self, group: Group, level: str, what: str, real: float, fold: str = "") -> None:
-        """Report; what has the same `fold` in an operation takes the place of the one before."""
+        """Report; an event replaces an earlier one with the same `fold` in an operation."""
         event = Event(real, level, what, group.job)
         before = group.folded.get(fold)
         if fold:
@@ -89,7 +89,7 @@ class Events:
             self._add(group, "warn", f"{_names(those)} {'runs' if len(those) == 1 else 'run'} {words}", look.real)
 
     def _tell_stalls(self, group: Group, running: list[OpTrack], look: Look) -> None:
-        """Two events at most in an operation, however many of its ranks stand still, and however often."""
+        """At most two events per operation, however many of its ranks stall, and however often."""
         spans = {track: track.stalled(look.tracks[track.proc.key], look.mono) for track in running}
         still = [track for track in running if spans[track] is not None]
         new = [track for track in still if not track.told_stall]
@@ -157,7 +157,7 @@ def _changed(share: float) -> str:
 
 
 def _fallback(op: Operation) -> str:
-    """`threads, not io_uring (EPERM: ...)`: what was refused, and the usual cause."""
+    """`threads, not io_uring (EPERM: ...)`: the refused feature, and the usual cause."""
     why = errno_name(op.fallback_errno)
     hint = next((found for what in op.refused if (found := phrases.HINTS.get((what, why)))), "")
     reason = f"{why}: {hint}" if hint else why or "unknown cause"
@@ -169,7 +169,7 @@ def _names(tracks: list[OpTrack]) -> str:
 
 
 def _obituary(tracks: list[OpTrack]) -> str:
-    """How ranks ended that died, or failed for one reason."""
+    """The end of ranks that died, or failed for one reason."""
     first = tracks[0]
     name, kind = _names(tracks), KINDS.get(first.op.kind, "operation")
     if not first.died:

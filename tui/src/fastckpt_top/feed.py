@@ -26,7 +26,7 @@ T = TypeVar("T", segment.Operation, segment.Thread, segment.History)
 Entries = dict[int, tuple[bytes, T]]
 """Entries of a table by their index, with their bytes."""
 ATTEMPTS: Final = 5
-"""How often a slot that changes while it is read is read again within one look."""
+"""The most rereads, within one look, of a slot that changes while it is read."""
 PROBE_S: Final = 1.0
 """Seconds between two probes of one process's lock."""
 RESCAN_S: Final = 5.0
@@ -37,7 +37,7 @@ _OPEN: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def directories(env: Mapping[str, str], uid: int) -> list[str]:
-    """The directories that the user's own processes publish in.
+    """The directories in which the user's own processes publish.
 
     Args:
         env: The environment.
@@ -63,13 +63,13 @@ def chosen(directory: str | None, *, all_users: bool) -> list[str] | None:
 
 
 def directories_of_all() -> list[str]:
-    """The directories of all users, and of containers whose root this user may look into; each once."""
+    """The directories of all users, and of containers whose root this user may read; each once."""
     found: dict[tuple[int, int], str] = {}
     patterns = ("dev/shm/fastckpt-*", "proc/[0-9]*/root/dev/shm/fastckpt-*")
     for pattern in patterns:
         try:
             places = sorted(str(place) for place in Path("/").glob(pattern))
-        except OSError:  # a process went away between being listed and being looked into
+        except OSError:  # a process ended between its listing and its check
             continue
         for place in places:
             try:
@@ -136,8 +136,8 @@ class ShmFeed:
         self._devices: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
-        """Look at all segments now. About 0.2 ms a process; no exception, whatever the directories contain."""
-        # One after the other: what is between them would move the start of every operation.
+        """Look at all segments now. About 0.2 ms per process; no exception, whatever the directories contain."""
+        # Directly one after another: time between them would shift the start of every operation.
         mono, real = self._mono(), self._real()
         if self._all and mono - self._searched >= RESCAN_S:
             self._places = directories_of_all()
@@ -218,7 +218,7 @@ class ShmFeed:
             state=file.state,
             user=file.user,
         )
-        if not file.alive:  # nothing in it will change any more
+        if not file.alive:  # nothing in it will change
             file.final = proc
         return proc if not self._ranks or proc.rank in self._ranks else None
 
@@ -257,7 +257,7 @@ class ShmFeed:
         used = min(process.threads_used, header.thr_count)
 
         def still(first: bytes, second: bytes, op: segment.Operation) -> bool:
-            # The dead were killed in the middle of a change, which stays as it is.
+            # Dead processes were killed in the middle of a change, which stays as it is.
             return first == second and not (op.seq % 2 and file.alive)
 
         def alike(first: bytes, second: bytes, thread: segment.Thread) -> bool:
@@ -279,14 +279,14 @@ def _header(fd: int) -> tuple[segment.Header, os.stat_result]:
 def _entries(
     kind: type[T], fd: int, table: tuple[int, int, int], old: Entries[T], holds: Callable[[bytes, bytes, T], bool]
 ) -> Entries[T]:
-    """The entries of a table that are in use; one that does not hold still is shown as of the look before.
+    """The used entries of a table; an entry that keeps changing is shown as of the previous look.
 
     Args:
-        kind: Of the entries.
+        kind: The kind of the entries.
         fd: The segment.
         table: Its offset, stride and number of entries.
         old: The entries of the look before.
-        holds: Whether two copies of an entry, one taken after the other, and what the second holds, are whole.
+        holds: Whether two successive copies of an entry are consistent.
     """
     offset, stride, count = table
     size = segment.SIZES[kind.__name__.lower()]
@@ -311,7 +311,7 @@ def _entries(
 
 
 def _plausible(first: segment.Thread, second: segment.Thread) -> bool:
-    """Whether two copies taken microseconds apart may both be whole: same owner, no counter went back or leapt."""
+    """Whether two copies taken microseconds apart may be consistent: same owner, no counter went back or jumped."""
     if first.op_id != second.op_id or second.op_id == 0:
         return False
     pairs = (
@@ -343,13 +343,13 @@ def mounted() -> dict[int, str]:
 
 
 def is_locked(fd: int) -> bool | None:
-    """Whether someone holds the exclusive lock of a segment, that is, whether its process lives.
+    """Whether the exclusive lock of a segment is held, that is, whether its process lives.
 
     Args:
-        fd: A descriptor of one's own, for reading.
+        fd: A separate descriptor, for reading.
 
     Returns:
-        None where the file system does not support flock.
+        None if the file system does not support flock.
 
     Raises:
         OSError: The probe failed in another way.

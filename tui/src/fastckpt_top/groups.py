@@ -1,4 +1,4 @@
-"""Joins the work of ranks to operations of the node: running ones, and ended ones from the history records."""
+"""Combines the work of ranks into operations of the node: running ones, and ended ones from history records."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 TOGETHER_S: Final = 5.0
-"""A rank that begins so long after the others have ended still belongs to their operation."""
+"""Seconds: a rank that begins this soon after the others have ended still belongs to their operation."""
 KEPT: Final = 500
-"""Checkpoints that the history keeps."""
+"""The most checkpoints in the history."""
 MOST_RANKS: Final = 1024
-"""Ranks of one machine that are believed."""
+"""The most ranks of one machine that are accepted."""
 KNOWN: Final = 256
-"""Records of a process that are remembered as taken in: several times what a segment holds."""
+"""The most remembered records of a process: several times the number in a segment."""
 
 
 def errno_name(number: int) -> str:
@@ -32,9 +32,9 @@ def errno_name(number: int) -> str:
 
 
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
-    """The operations of a process whose records were taken in, with those that it has now.
+    """The operations of a process whose records were read, with its current ones.
 
-    Operations that have left their segment do not come back, so that those of a job of weeks do not pile up.
+    Operations that have left their segment are forgotten, so that a job of weeks does not accumulate them.
     """
     now = frozenset(record.op_id for record in proc.history)
     both = seen | now
@@ -53,10 +53,10 @@ class Group:
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
         gpus: GPUs while it ran; 0 not yet known.
-        target: Bytes/s that they were to reach while it was seen running; 0 if it was not.
+        target: Their target in bytes/s while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was reported; likewise `told_change`.
+        told_end: Whether the event was reported; `told_change` is similar.
         was_running: Whether it was ever seen running.
         job: Key of its job.
         causes: How often each thing was seen to hold it back.
@@ -111,7 +111,7 @@ class Group:
     def missing(self) -> tuple[int, ...]:
         """The ranks of this machine that have not begun it (docs/telemetry.md 5.1).
 
-        A process group of all ranks, or more than half of the ranks here, show that the others are to come.
+        A process group of all ranks, or more than half of the ranks here, show that the others will follow.
         """
         procs = [track.proc for track in self.members.values()]
         header, process = procs[0].header, procs[0].process
@@ -126,8 +126,8 @@ class Group:
         """Whether another rank's operation, of the same team, kind, label and step, is part of this one.
 
         Operations of a new process of the same rank belong to another attempt, and so do those that processes without a
-        rank begin after one has failed. The death of a rank is only known to be between two looks: an operation that
-        another rank began in that time is still part of it.
+        rank begin after one has failed. The time of a rank's death is only known to be between two looks: an operation
+        that another rank began in that time is still part of it.
         """
         rank = track.proc.rank
         ranks = {member.proc.rank for member in self.members.values()}
@@ -144,7 +144,7 @@ class Past:
     """The history of the node's operations.
 
     Attributes:
-        checkpoints: Those that no rank is working on any more, newest last.
+        checkpoints: Those on which no rank is working, newest last.
     """
 
     def __init__(self) -> None:
@@ -154,12 +154,12 @@ class Past:
         self._seen: dict[str, frozenset[int]] = {}
 
     def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
-        """Take in the new records of these processes, and the ends of the others' parts.
+        """Read the new records of these processes, and the ends of the others' parts.
 
         Args:
             procs: Processes, with their records.
             groups: The operations that are known, running and ended.
-            name: How to call a process.
+            name: Returns the name of a process.
         """
         groups = list(groups)
         self._add(procs, {key: group for group in groups for key in group.keys})
@@ -173,7 +173,7 @@ class Past:
         self.checkpoints = [checkpoint for checkpoint in self._all if not checkpoint.running]
 
     def _settle(self, group: Group, name: Callable[[Proc], str]) -> None:
-        """A rank that died leaves no record, and one that is still at it none yet."""
+        """Settle a group: a dead rank leaves no record, and a working rank has none yet."""
         tracks = list(group.members.values())
         dead = sorted(name(track.proc) for track in tracks if track.died)
         known = (self._of[track.key] for track in tracks if track.key in self._of)

@@ -1,4 +1,4 @@
-"""Jobs: which processes belong together, and their common state."""
+"""Assigns processes to jobs, and computes the state of each job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Jobs:
     """Gives each process its job.
 
     Processes started by one launcher, and those that share a process group, are one job. A job keeps its key, the name
-    and the pid of its first process, also when that has gone.
+    and the pid of its first process, even after that process is gone.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Jobs:
         return self._since.get(key, 0)
 
     def united(self, procs: Iterable[Proc]) -> tuple[Proc, ...]:
-        """The processes; those that wrappers, such as a shell for each rank, have launched one by one get one launch.
+        """The processes, with one launch for those that wrappers, such as a shell per rank, started one by one.
 
-        They are ranks of as many, under one name, and at work at one time. Where one rank is there twice, nobody can
-        tell which are together.
+        They have the same number of ranks, one name, and overlapping lives. If a rank occurs twice, the assignment is
+        unknown.
         """
         procs = tuple(procs)
         count = Counter(proc.header.launch for proc in procs)
@@ -90,7 +90,7 @@ class Jobs:
 
 
 def _at_one_time(procs: list[Proc]) -> list[list[Proc]]:
-    """Processes whose lives overlap, as far as it can be known."""
+    """Processes whose lives overlap, as far as known."""
     parts: list[list[Proc]] = []
     until = float("-inf")
     for proc in sorted(procs, key=lambda proc: proc.header.real0_ns):
@@ -117,19 +117,19 @@ def _new_key(proc: Proc, taken: set[str]) -> str:
 
 
 def safe(past: Past, look: Look) -> dict[str, dict[str, Safe]]:
-    """Of each job, the last save, and the last drain that left a whole checkpoint at the remote."""
+    """For each job, the last save, and the last drain that left a whole checkpoint at the remote."""
     found: dict[str, dict[str, Safe]] = {}
     for one in reversed(past.checkpoints):
         place = "remote" if one.whole and one.kind == "drain" else "local" if one.kind == "save" else ""
         key = next((job for member, _ in one.members if (job := look.job_of.get(member))), "")
         if place and key and not one.error:
-            # Whole milliseconds, downwards: an output that rounded it could name the second after that of the sentence.
+            # Rounded down to milliseconds: an output that rounds it up could show a later second than the sentence.
             found.setdefault(key, {}).setdefault(place, Safe(one.label, one.step, int(one.end * 1000) / 1000))
     return found
 
 
 def judged(ops: Iterable[NodeOp]) -> list[NodeOp]:
-    """What a job is judged by: its running operations, or else the last that ended; likewise of its copies."""
+    """The operations that judge a job: its running ones, or else the last ended one; the same for its copies."""
     ops = list(ops)
     running = {(op.job_key, op.copies) for op in ops if op.running}
     return [op for op in ops if op.running or (op.job_key, op.copies) not in running]
@@ -166,6 +166,6 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
 
 
 def _foremost(ops: list[NodeOp]) -> Sentence | None:
-    """The sentence of the gravest level, the first of these."""
+    """The first sentence of the most severe level."""
     said = [op.sentence for op in ops if op.sentence is not None]
     return max(said, key=lambda one: LEVELS.index(one.level), default=None)

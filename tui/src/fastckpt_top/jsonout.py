@@ -47,7 +47,7 @@ def header_line(model: Model) -> Json:
 
 @dataclass(slots=True)
 class Sent:
-    """Records that a stream has given already: headers, history records and dead processes by key, events by number."""
+    """Records that a stream has already sent: headers, history records and dead processes by key, events by number."""
 
     headers: set[str]
     dead: set[str]
@@ -58,7 +58,7 @@ class Sent:
 class Ticks:
     """Makes the ticks of one stream, each with its new records.
 
-    A tick that was built is only counted as given after `commit`, so that a recorder can drop it.
+    A built tick counts as sent only after `commit`, so that a recorder can drop it.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Ticks:
         return tick, sent
 
     def commit(self, sent: Sent) -> None:
-        """Count a built tick as given."""
+        """Count a built tick as sent."""
         self._sent = sent
 
     def next(self, model: Model) -> Json:
@@ -115,7 +115,7 @@ class JsonWriter:
     """Writes ticks to a stream, a header first.
 
     Args:
-        out: Where to; flushed after each line.
+        out: The stream; flushed after each line.
         header: Whether to write the header line.
     """
 
@@ -148,7 +148,7 @@ def proc_values(
         headers: Headers seen so far, by process key; a new one is added.
 
     Raises:
-        KeyError: Something is missing.
+        KeyError: An entry is missing.
         TypeError: A value has the wrong type, or an array is too short.
         ValueError: A number is none.
         OverflowError: A number is infinite.

@@ -1,4 +1,4 @@
-"""The keys: what each does, and what the last line of the screen and the help say of it."""
+"""The keys: their actions, and their words in the last line of the screen and in the help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 PAGE: Final = 10
 ALL: Final = 1_000_000
-"""Lines of a page, and more than there are."""
+"""Lines of a page, and a number above all lines."""
 SCROLLING: Final = {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -ALL, "end": ALL}
 """Keys that scroll the help, and by how many lines."""
 
@@ -17,9 +17,9 @@ class Key(NamedTuple):
     Attributes:
         keys: Textual's names of it and of others that do the same; empty if another entry has them.
         action: The action of `TopApp` that it calls.
-        sign: How the user knows it.
-        does: What it does, for the help; empty if another entry's words are for both.
-        word: What it is called in the last line; empty if it is not there.
+        sign: Its label.
+        does: Its effect, for the help; empty if another entry describes both.
+        word: Its name in the last line; empty if it is not there.
     """
 
     keys: str
@@ -73,4 +73,4 @@ REPLAY_KEYS: Final = (
     Key("", "zoom", "z", "graph of 1, 2, 5, 10 minutes", "Zoom"),
     Key("", "edge(-1)", "Home End", "beginning, end"),
 )
-"""Those that mean something else, or matter more, in a replay."""
+"""Keys that mean something else, or matter more, in a replay."""

@@ -1,4 +1,4 @@
-"""Text for people without a screen: one line an interval, the table of --once, the sentence of --check."""
+"""Text output without a screen: one line per interval, the table of --once, the sentence of --check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDLE_EVERY_S: Final = 60.0
 """Without a running operation one line a minute is enough."""
 _FIGURES: Final = re.compile(r"\d+(\.\d+)?")
 _MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
-"""What stands before a sentence."""
+"""The mark before a sentence."""
 _TABLE_HEAD: Final = (
     "RANK GPU      PID OP     STATE    GB/s    avg    of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
 )
@@ -40,7 +40,7 @@ class LineWriter:
         self._said: dict[str, str] = {}
 
     def write(self, model: Model) -> None:
-        """Write the current state of the model: events, a line an operation, and its sentence."""
+        """Write the current state of the model: events, a line per operation, and its sentence."""
         lines = self._event_lines(model)
         running = [op for op in model.ops if op.running]
         if running:
@@ -94,7 +94,7 @@ def empty_text(model: Model) -> str:
 
 
 def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
-    """The table of `--once`: a block a job.
+    """The table of `--once`: one section per job.
 
     Returns:
         Lines with their final newline; no escape sequences.
@@ -124,7 +124,7 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
 
 
 def _others(model: Model) -> list[str]:
-    """The line about the dead that are neither shown nor judged, if there are any."""
+    """The line about dead processes that are neither shown nor judged, if any."""
     if not model.others:
         return []
     what = "processes of other launches" if model.others > 1 else "process of another launch"
@@ -138,17 +138,17 @@ def _target(target: Target, gpus: int) -> str:
 
 
 def _named(key: str, model: Model) -> str:
-    """The name of a job: nothing if it is the only one."""
+    """The name of a job: empty if it is the only one."""
     return key if len(model.jobs) > 1 else ""
 
 
 def _prefix(key: str, model: Model) -> str:
-    """The name of a job before what is told of it: nothing if it is the only one."""
+    """The name of a job before its line: empty if it is the only one."""
     return f"{key}: " if key and len(model.jobs) > 1 else ""
 
 
 def _op_summary(op: NodeOp, job: str = "") -> str:
-    """An operation in a line, with the name of its job where that must be shown."""
+    """An operation in a line, with the name of its job if necessary."""
     name = f"{job} {op.kind} {op.label}".strip()
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
@@ -185,11 +185,11 @@ def _thread_line(thread: ThreadRow) -> str:
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:
-    """Judge the running operations of each job, or else its last that ended, and its copies likewise.
+    """Judge the running operations of each job, or else its last ended one, and its copies in the same way.
 
     Args:
         model: The model.
-        percent: Of the target, that the average must reach.
+        percent: The percentage of the target that the average must reach.
 
     Returns:
         Whether all do (None if there is no operation), and a line an operation, then one about the dead that are not

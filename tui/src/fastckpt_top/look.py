@@ -1,4 +1,4 @@
-"""One look of the model: the processes of one moment, what is remembered of them, and their targets."""
+"""One look of the model: the processes of one moment, their tracks, and their targets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Look:
         mono: Reader's clock, seconds.
         real: Seconds since the epoch.
         procs: The processes.
-        tracks: By process key, what is remembered of it.
+        tracks: The track of each process, by process key.
         job_of: Process key -> key of its job.
         target: The user's target; None to follow the processes.
         gpus: GPUs that targets are multiplied by; None to count them.
@@ -41,11 +41,11 @@ class Look:
     devices: Mapping[int, str]
 
     def count_gpus(self, procs: Iterable[Proc]) -> int:
-        """GPUs that the target of these processes is multiplied by."""
+        """The number of GPUs by which the target of these processes is multiplied."""
         return self.gpus if self.gpus is not None else count_ranks(procs)
 
     def per_gpu(self, procs: Iterable[Proc]) -> Target:
-        """The target of these processes: the user's, else the one that they ask for, even idle ones."""
+        """The target of these processes: the user's, else the one that they set, even idle ones."""
         return self.target or asked(procs)
 
     def target_of(self, group: Group) -> Target:
@@ -61,13 +61,13 @@ class Look:
 
 
 def count_ranks(procs: Iterable[Proc]) -> int:
-    """Those that have a GPU, or all if none has."""
+    """The number of ranks with a GPU, or of all if none has."""
     has_gpu = [proc.header.gpu >= 0 for proc in procs]
     return sum(has_gpu) or len(has_gpu)
 
 
 def asked(procs: Iterable[Proc]) -> Target:
-    """The target that processes ask for; `light` where none does."""
+    """The target that processes set; `light` if none does."""
     save = load = 0
     for proc in procs:
         save, load = max(save, proc.process.target_save), max(load, proc.process.target_load)

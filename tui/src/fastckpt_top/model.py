@@ -1,6 +1,6 @@
-"""From snapshots to rows: it remembers processes and operations, and fills anew what the views show.
+"""Makes rows from snapshots: it remembers processes and operations, and refills the contents of the views.
 
-Pure: no I/O, no clock of its own.
+Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from fastckpt_top.snapshot import Proc, Snapshot
 
 LINGER_S: Final = 30.0
-"""How long a process that exited in order stays in the table beside others of its job that live, seconds."""
+"""Seconds for which a process that exited cleanly stays in the table beside live ones of its job."""
 POST_MORTEM_S: Final = 600.0
-"""How long one that died in an operation does, and one of a job that is over, seconds after that."""
+"""The same for a process that died in an operation, and for a process of a finished job, after its end."""
 GROUPS: Final = 16
-"""Ended operations that are kept at least."""
+"""The least number of ended operations to keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The machine at a glance.
+    """A summary of the machine.
 
     Attributes:
         host: Its name.
@@ -117,7 +117,7 @@ class Model:
         self._safe: dict[str, dict[str, Safe]] = {}
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take in the result of one look."""
+        """Process the result of one look."""
         snapshot = self._wanted(snapshot)
         self.snapshot, self.mono, self.real = snapshot, snapshot.mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
@@ -148,7 +148,7 @@ class Model:
             self._refresh(look)
 
     def frozen(self) -> Model:
-        """Its current contents, as a model of its own that does not change."""
+        """Its current contents, as a separate model that does not change."""
         kept = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list) or name in ("past", "_events", "_series"):
@@ -157,7 +157,7 @@ class Model:
 
     @property
     def main(self) -> NodeOp | None:
-        """The operation that matters most now: the oldest running one, else the last that ended."""
+        """The most important operation: the oldest running one, else the last ended one."""
         return self.ops[0] if self.ops else None
 
     @property
@@ -167,7 +167,7 @@ class Model:
 
     @property
     def event_count(self) -> int:
-        """Events ever, also those no longer kept."""
+        """All events so far, even those no longer kept."""
         return self._events.count
 
     def series(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
@@ -210,7 +210,7 @@ class Model:
                     new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
                     known.update(proc, op, mono, before)
-        # By their starts, and when it is known which have ended: a monitor that comes late meets many at once.
+        # By their starts, after it is known which have ended: a monitor that starts late finds many at once.
         alike: defaultdict[tuple[str, int, str, int], list[Group]] = defaultdict(list)
         for group in self._groups if new else ():
             alike[group.shared].append(group)
@@ -218,7 +218,7 @@ class Model:
             self._join(known, alike[known.shared])
 
     def _forget(self, snapshot: Snapshot) -> None:
-        """Let go of processes whose segments are gone, and of operations that theirs no longer show."""
+        """Forget processes whose segments are gone, and operations that their segments no longer show."""
         keys = {proc.key for proc in snapshot.procs}
         present = {(proc.key, op.op_id) for proc in snapshot.procs for op in proc.operations}
         for key in [key for key in self._ops if key not in present]:
@@ -251,7 +251,7 @@ class Model:
         self._groups = [group for group in self._groups if group.running or id(group) in kept]
 
     def _set_aside(self, look: Look) -> None:
-        """Find the jobs that died, and of which neither a process lives nor the end is the last of all."""
+        """Find the jobs that died without a live process, except the last one to end."""
         alive = {look.job_of[proc.key] for proc in look.procs if proc.alive}
         over = [group for group in self._groups if not group.running and group.job not in alive]
         last = max(over, key=lambda group: group.end, default=None)
@@ -322,13 +322,13 @@ class Model:
         return proc.key in self._over or (track.died is not None and self.mono - track.died < LINGER_S)
 
     def _is_past(self, group: Group) -> bool:
-        """Whether a job without a process that is shown has left the list."""
+        """Whether a job without a shown process has left the list."""
         if group.job in self._dead_jobs or self.mono - group.end >= POST_MORTEM_S:
             return True
         return all(self._restarted(track.proc) for track in group.members.values())
 
     def _restarted(self, dead: Proc) -> bool:
-        """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone.
+        """Whether a rank's job has been restarted: by its launcher, or after all of it was gone.
 
         Without a rank: whether a process of the same name has begun since it last did something. Such a one may have
         ended by now, unless this one died.
@@ -359,7 +359,7 @@ class Model:
             ended = [track for track in tracks if not track.running and not track.died]
             last = max(ended, key=lambda track: (not track.copies, track.end or 0.0), default=None)
             if last and (not shown or (all(track.copies for track in shown) and not last.copies)):
-                shown.append(last)  # beside a copy, what it saved or loaded last
+                shown.append(last)  # beside a copy, the last save or load
             for track in sorted(shown, key=lambda track: track.op.op_id):
                 group = groups.get(track.key) or Group(track)
                 if id(group) not in fresh:
@@ -419,7 +419,7 @@ class Model:
             )
             for key, members in procs.items()
         }
-        # As their operations come: running ones first. Those without any come last, by their first rank.
+        # In the order of their operations: running ones first. Jobs without operations come last, by their first rank.
         order = {key: index for index, key in reversed(list(enumerate(op.job_key for op in self.ops)))}
         jobs = [replace(one, safe=self._safe.get(key, {})) for key, one in made.items()]
         self.jobs = sorted(jobs, key=lambda one: order.get(one.key, len(order)))

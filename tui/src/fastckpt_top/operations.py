@@ -76,7 +76,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
 
 
 def _no_eta(unknown: list[OpTrack], look: Look) -> str:
-    """Why nobody knows when the ranks end, of which some may have told."""
+    """The text if the end of the ranks is unknown, of which some may have reported one."""
     if any(track.stalled(look.tracks[track.proc.key], look.mono) is not None for track in unknown):
         return "stalled"
     if not unknown:
@@ -93,7 +93,7 @@ def _changed(group: Group) -> tuple[tuple[str, float], ...]:
 
 
 def _sizes(tracks: list[OpTrack], missing: int) -> list[int]:
-    """Bytes of each rank, and of those that have not begun: the mean of the others' where its own are not known."""
+    """Bytes of each rank, and of those that have not begun: the mean of the others' if unknown."""
     known = [track.op.bytes_total for track in tracks if track.sized]
     mean = sum(known) // len(known) if known else 0
     return [track.op.bytes_total if track.sized else mean for track in tracks] + [mean] * missing

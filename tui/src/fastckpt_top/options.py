@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_looks(add: Callable[..., object]) -> None:
-    """What is observed, how often, and where the result goes."""
+    """The options for what is observed, how often, and the outputs."""
     _add_places(add)
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
     add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
@@ -96,13 +96,13 @@ def _add_looks(add: Callable[..., object]) -> None:
 
 
 def _add_places(add: Callable[..., object]) -> None:
-    """Where segments are looked for."""
+    """The options for the places of segments."""
     add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
     add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
 
 
 def _add_screen(add: Callable[..., object]) -> None:
-    """The look of the screen."""
+    """The options for the screen."""
     add("--view", choices=VIEWS, default=VIEWS[0], help="first view (default: live)")
     add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
     add(
@@ -118,7 +118,7 @@ def _add_screen(add: Callable[..., object]) -> None:
 
 
 def _add_debug(made: argparse.ArgumentParser) -> None:
-    """``debug``: what is done with the shared segments instead."""
+    """``debug``: the subcommands for the shared segments."""
     words = "look at the shared segments of processes, or remove them"
     debug = made.add_subparsers(dest="command", metavar="debug", help=f"{words}: see debug --help").add_parser(
         "debug", allow_abbrev=False
@@ -126,7 +126,7 @@ def _add_debug(made: argparse.ArgumentParser) -> None:
     debug.description = f"{words.capitalize()}."
     made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump} [options]"
     commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
-    # Without defaults, which would take the place of options that stand before `debug`.
+    # Without defaults, which would override options before `debug`.
     found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--json", action="store_true", help="print JSON lines")
     clean = commands.add_parser(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import NodeOp, Row
 
 _NAMED: Final = 3
-"""Ranks that are called by name before they are only counted."""
+"""The most ranks that are named; more are only counted."""
 WAITS: Final = {
     "disk": "waits for the disk",
     "memory": "waits for memory (mmap, page faults)",
@@ -23,9 +23,9 @@ WAITS: Final = {
     "fsync": "waits for fsync",
     "peers": "waits for other ranks",
 }
-"""What one rank does, by `Row.wait_kind`."""
+"""The wait of one rank, by `Row.wait_kind`."""
 SYNCING: Final = ("FSYNC", "COMMIT")
-"""States of a rank that has written all. Before, it may wait for fsync between its files."""
+"""States of a rank that has written all. Earlier, it may wait for fsync between its files."""
 
 
 def colon(*parts: str) -> str:
@@ -53,12 +53,12 @@ def why(row: Row) -> str:
 
 
 def waits(kind: str, rows: Sequence[Row]) -> str:
-    """`waits for the disk`, or `wait for the disk` of several ranks; empty where they wait for nothing known."""
+    """`waits for the disk`, or `wait for the disk` of several ranks; empty if they wait for nothing known."""
     return WAITS.get(kind, "").replace("waits", "waits" if len(rows) == 1 else "wait")
 
 
 def brief(row: Row) -> str:
-    """`disk 98 %`; empty where nothing is waited for."""
+    """`disk 98 %`; empty if nothing is waited for."""
     return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
 
 
@@ -92,7 +92,7 @@ def fallback(rows: Sequence[Row], lead: str = "", *, named: bool = True, past: b
 
 
 def instead(engine: str, refused: Sequence[str], why: str) -> str:
-    """`threads, not io_uring (EPERM)`: the engine that runs, what was refused, the errno name of the first cause."""
+    """`threads, not io_uring (EPERM)`: the engine that runs, the refused feature, the errno name of the first cause."""
     if list(refused) == ["io_uring"]:
         return f"{engine}, not io_uring ({why})"
     return f"{engine} without {' and '.join(refused) or 'what was asked for'} ({why})"
@@ -105,11 +105,11 @@ HINTS: Final = {
     ("direct I/O", "EINVAL"): "not on this file system?",
     ("worker threads", "EAGAIN"): "ulimit -u?",
 }
-"""What mostly lies behind a refusal, by what was refused and the errno."""
+"""The usual cause of a refusal, by the refused feature and the errno."""
 
 
 def speed(row: Row, of: str = " of ") -> str:
-    """A rank's rate, which is its average where no byte moves at the moment, as its row shows it."""
+    """A rank's rate as in its row: the average if no byte moves at the moment."""
     now = row.rate if row.rate is not None else row.average
     if now is None:
         return ""
@@ -134,7 +134,7 @@ def names(rows: Sequence[Row]) -> str:
 
 
 def some(ranks: Sequence[str]) -> str:
-    """Likewise, of the names of ranks."""
+    """The same, from the names of ranks."""
     return ", ".join(ranks) if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
 
 
@@ -149,7 +149,7 @@ def still(op: NodeOp) -> list[str]:
 
 
 def nothing(op: NodeOp) -> str:
-    """The words for an operation that had no byte to move, as a save that linked every file."""
+    """The words for an operation without bytes to move, such as a save that linked every file."""
     linked = f", {text.size(op.linked)} GB linked" if op.linked else ""
     return f"nothing to {'write' if op.kind == 'save' else 'copy' if op.copies else 'read'}{linked}"
 
@@ -161,12 +161,12 @@ def moved(op: NodeOp) -> str:
 
 
 def eta(op: NodeOp) -> str:
-    """`ETA 00:13` of a running operation, or why nobody knows."""
+    """`ETA 00:13` of a running operation, or the reason why it is unknown."""
     return f"no ETA: {op.no_eta}" if op.no_eta else f"ETA {text.clock(op.eta_s)}"
 
 
 def safe(op: NodeOp) -> str:
-    """`last step safe at: local 12:03:04, remote 12:04:10`; empty where no drain was seen, or no save."""
+    """`last step safe at: local 12:03:04, remote 12:04:10`; empty if no drain or no save was seen."""
     at = {place: time.strftime("%H:%M:%S", time.localtime(one.real)) for place, one in op.safe.items()}
     local, remote = op.safe.get("local"), op.safe.get("remote")
     if local is None or not (remote or op.kind == "drain"):

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from fastckpt_top.segment import Header
 
 _STOPPED: Final = "TtXZ"
-"""Letters of a process of which no thread runs: then its threads need no look."""
+"""Letters of a process in which no thread runs: its threads need no check."""
 _HELD: Final = "D"
 
 
 class Kernel:
-    """The kernel's view of processes, from /proc, as far as it can be known from here.
+    """The kernel's view of processes, from /proc, as far as visible from here.
 
-    A pid means nothing without its PID namespace, nor a start time without its time namespace and boot. If these are
-    not the reader's own, the process is found by the lock that it holds on its segment, or its state stays unknown.
+    A pid means nothing without its PID namespace, and a start time nothing without its time namespace and boot. If
+    these are not the reader's, the process is found by the lock on its segment, or its state stays unknown.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class Kernel:
     def state(self, header: Header, file: tuple[int, int], waiting: Iterable[int], mono: float) -> str:
         """The state of the process, as the letter that ps shows: R, S, D, T and so on.
 
-        A process is stopped as a whole, but waits in the kernel thread by thread, and the one that answers for it does
-        no I/O. So `D` also means a process whose worker hangs there. A worker that waits for its ring sleeps (`S`),
-        whatever the storage does.
+        A process is stopped as a whole, but its threads wait in the kernel separately, and the main thread does no I/O.
+        So `D` also means a process whose worker hangs there. A worker that waits for its ring sleeps (`S`), whatever
+        the storage does.
 
         Args:
             header: The process.
@@ -57,7 +57,7 @@ class Kernel:
             mono: Monotonic clock, seconds.
 
         Returns:
-            The letter; empty where it cannot be known.
+            The letter; empty if unknown.
         """
         if not self.same_clock(header):
             return ""
@@ -72,7 +72,7 @@ class Kernel:
         return leader.state
 
     def _owner(self, file: tuple[int, int], mono: float) -> int:
-        """The pid, as seen from here, of the process that locked a file; 0 unknown. All locks are read once a look."""
+        """The pid, as seen from here, of the process that locked a file; 0 unknown. Reads all locks once per look."""
         if self._listed != mono:
             self._listed = mono
             self._owners = _lock_owners()
@@ -123,11 +123,11 @@ def user_of(uid: int, owner: int) -> str:
 
     Args:
         uid: As the process reports it.
-        owner: Of its segment, as seen from here. If that is another number, the process lives in another user
-            namespace, in which the names from here mean nothing.
+        owner: Of its segment, as seen from here. If it differs, the process lives in another user namespace, in which
+            local names mean nothing.
 
     Returns:
-        The name, or the number where there is none.
+        The name, or the number if there is none.
     """
     try:
         return pwd.getpwuid(uid).pw_name if uid == owner else str(uid)

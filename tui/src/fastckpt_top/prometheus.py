@@ -1,4 +1,4 @@
-"""A file for node_exporter's textfile collector: no time stamps, base units, one family after the other."""
+"""A file for node_exporter's textfile collector: no time stamps, base units, one family after another."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Prometheus:
     """Rewrites the file at each tick, by rename.
 
     Args:
-        path: The file; node_exporter wants it to end in `.prom`.
+        path: The file; node_exporter requires the suffix `.prom`.
     """
 
     def __init__(self, path: str) -> None:
@@ -89,7 +89,7 @@ class Prometheus:
         console.replace(Path(self._path), render(model))
 
     def close(self) -> None:
-        """The last state stays."""
+        """Do nothing: the last state stays."""
 
 
 class _Page:
@@ -99,7 +99,7 @@ class _Page:
         self._samples: dict[str, dict[tuple[str, _Labels], float]] = defaultdict(dict)
 
     def add(self, family: str, labels: dict[str, str], value: float, suffix: str = "") -> None:
-        """Add to a sample; the same labels twice are summed, since a series may occur only once."""
+        """Add to a sample; equal labels are summed, because a series may occur only once."""
         key = (family + suffix, tuple(labels.items()))
         self._samples[family][key] = self._samples[family].get(key, 0.0) + value
 
@@ -159,10 +159,10 @@ def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str], died: Collection[str]) -> list[Proc]:
-    """Living processes, and ended ones whose place no process took: a restarted rank is one series, not two.
+    """Live processes, and ended ones whose place no process took: a restarted rank is one series, not two.
 
     A place is the set of labels that distinguish the series. A restarted job is another job, with the same labels.
-    Without a rank, each process has a place of its own: of those that ended, the ones that are shown as `died` have it.
+    Without a rank, each process has a separate place; among ended processes, only those shown as `died` have one.
     """
 
     def place(proc: Proc) -> tuple[str, int, int]:
@@ -183,7 +183,7 @@ def _who(proc: Proc, job: str) -> dict[str, str]:
     """The labels of a process's series. `job` is reserved: Prometheus gives that label to its targets."""
     header = proc.header
     labels = {"job_name": job}
-    if proc.rank < 0:  # nothing else tells such processes apart
+    if proc.rank < 0:  # nothing else distinguishes these processes
         return labels | {"rank": "", "gpu": str(header.gpu) if header.gpu >= 0 else "", "pid": str(header.pid)}
     return labels | {"rank": str(proc.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
 

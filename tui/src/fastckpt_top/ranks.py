@@ -1,4 +1,4 @@
-"""Makes the rows: one an operation of a rank, with its threads."""
+"""Makes the rows: one per operation of a rank, with its threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Places: TypeAlias = Mapping[tuple[str, int], Proc]
 
 DONE_S: Final = 10.0
-"""How long a rank says DONE before it says IDLE, seconds, when the others are done too."""
+"""Seconds for which a rank shows DONE before IDLE, when the others are done, too."""
 
 
 def places(look: Look) -> Places:
@@ -46,7 +46,7 @@ def places(look: Look) -> Places:
 
 
 def _bare(proc: Proc, look: Look, target: float) -> Row:
-    """A row that only knows its process."""
+    """A row with only its process."""
     header = proc.header
     return Row(
         key=proc.key,
@@ -64,7 +64,7 @@ def _bare(proc: Proc, look: Look, target: float) -> Row:
 
 
 def idle_row(proc: Proc, look: Look, places: Places, target: float) -> Row:
-    """A rank without an operation, which should reach so many bytes/s when it saves."""
+    """A rank without an operation, with its target in bytes/s for a save."""
     wait = derive.awaits(proc, places)
     state = "WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT"
     return replace(_bare(proc, look, target), state=state, wait=wait, wait_kind="peers" if wait else "")
@@ -140,9 +140,9 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
 
 
 def worst(row: Row) -> float:
-    """How far a rank holds its job back: dead, failed, stalled, the straggler, the rest.
+    """How much a rank delays its job: dead, failed, stalled, the straggler, the rest.
 
-    Within each of these, time still needed and the shortfall of its target count. Idle ranks have 0.
+    Within each of these, the remaining time and the shortfall from its target count. Idle ranks have 0.
     """
     if row.state in ("DEAD", "FAILED"):  # the others failed because one died
         return 5000.0 if row.state == "DEAD" else 4000.0
@@ -178,7 +178,7 @@ def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:
     slots = [thread for _, thread in sorted(track.threads.items())]
     elapsed = track.elapsed(look.mono)
     moving = track.running and track.op.phase in MOVING
-    # A thread without further work shows no rate: the rest of it in the window would look like a slow disk.
+    # A thread without further work shows no rate: the remainder in the window would look like a slow disk.
     busy = [moving and thread.last.state != ThreadState.IDLE for thread in slots]
     rates = [thread.window.rate() if at_work else None for thread, at_work in zip(slots, busy, strict=True)]
     known = [rate for rate in rates if rate is not None]

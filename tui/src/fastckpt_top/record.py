@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from fastckpt_top.model import Model
 
 IDLE_S: Final = 10.0
-"""While no operation runs, one tick in so many seconds is enough."""
+"""Seconds between ticks while no operation runs."""
 LARGEST: Final = 256 << 20
 """Bytes of a file, about two hours of a job of 64 ranks that saves all the time."""
 _FLUSH_S: Final = 5.0
 
 
 class Recorder:
-    """Writes a recording. Only ticks with a running operation or an event, and one in `IDLE_S` seconds without.
+    """Writes a recording. Only ticks with a running operation or an event, else one per `IDLE_S` seconds.
 
-    A file that has become too large gets another name, `save.1.jsonl.gz`, in place of the one before it, and the
-    recording goes on in a new file. Each of the two can be played.
+    A file that has become too large is renamed to `save.1.jsonl.gz`, replacing an earlier one, and the recording
+    continues in a new file. Both can be played.
 
     Args:
         path: The file, mode 0600; compressed if it ends in `.gz`. An existing file is overwritten.
@@ -57,7 +57,7 @@ class Recorder:
         self._empty = True
 
     def write(self, model: Model) -> None:
-        """Take in the current state of the model.
+        """Record the current state of the model.
 
         Raises:
             OSError: The file cannot be written.
@@ -76,7 +76,7 @@ class Recorder:
             tick, sent = self._builder.build(model)
             self._pending = (dumps(tick), sent)
             return
-        if busy and self._pending is not None:  # rates after a pause need the moment before
+        if busy and self._pending is not None:  # rates after a pause need the previous tick
             line, sent = self._pending
             self._out.write(line)
             self._builder.commit(sent)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fastckpt_top.targets import Target
 
 CHECKPOINT: Final = 128
-"""A copy of the model is kept every so many ticks, so that going back is quick."""
+"""Ticks between two saved copies of the model, which make going back quick."""
 SPEEDS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 _BROKEN: Final = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
 
 
 class ReplayError(Exception):
-    """The recording cannot be read; the message says why."""
+    """The recording cannot be read; the message gives the reason."""
 
 
 class Recording:
@@ -85,7 +85,7 @@ class Recording:
         return len(self._lines)
 
     def snapshot(self, index: int) -> Snapshot:
-        """The snapshot of a tick; ticks must first be read in order, since headers come once.
+        """The snapshot of a tick; ticks must first be read in order, because headers come only once.
 
         Raises:
             ReplayError: The line is broken.
@@ -158,13 +158,13 @@ class Replay:
     Args:
         path: The recording.
         target: The user's target; None for the target of the recording.
-        gpus: Likewise.
+        gpus: The same for GPUs.
         speed: Times real time.
         now: Monotonic clock, seconds.
         job: Name or key of the only job that is looked at; empty for all.
 
     Attributes:
-        model: As it was at the present position.
+        model: The model at the current position.
         playing: Whether time passes.
         speed: Times real time.
 
@@ -272,7 +272,7 @@ class Replay:
         return Model(self._target, self._gpus, self._job)
 
     def _seek_time(self) -> None:
-        self._seek_index(bisect_right(self.recording.times, self._position) - 1)  # the last that is not after it
+        self._seek_index(bisect_right(self.recording.times, self._position) - 1)  # the last tick that is not after it
 
     def _seek_index(self, index: int) -> None:
         index = min(max(index, 0), len(self.recording) - 1)
@@ -288,5 +288,5 @@ class Replay:
             if at % CHECKPOINT == 0 and at not in self._copies:
                 self._copies[at] = copy.deepcopy(self.model)
         self._index = index
-        if self.model.target != chosen:  # the user's choice outlives going back
+        if self.model.target != chosen:  # the user's choice survives going back
             self.model.set_target(chosen)

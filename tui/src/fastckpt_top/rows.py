@@ -1,4 +1,4 @@
-"""The rows that the views show: plain values that the model fills anew in each update."""
+"""The rows of the views: plain values that the model refills in each update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
 COPIES: Final = tuple(segment.KINDS[kind] for kind in segment.COPIES)
-"""The names of the kinds that move a checkpoint from place to place: no target judges them."""
+"""The names of the kinds that move a checkpoint between places: they have no target."""
 LEVELS: Final = ("info", "warn", "bad")
 """Of a sentence: all is well, slow, broken."""
 
@@ -46,7 +46,7 @@ def judge(average: float | None, target: float) -> Verdict:
 
 
 def share(part: float | None, whole: float) -> float | None:
-    """A fraction, beyond 1 too; None where it makes no sense."""
+    """A fraction, perhaps above 1; None if it is meaningless."""
     return part / whole if part is not None and whole > 0 else None
 
 
@@ -118,16 +118,16 @@ class ThreadRow:
 
 
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
-    """The cause that holds a thread or rank up: the largest part of the last second, if it is significant.
+    """The cause that delays a thread or rank: the largest part of the last second, if it is significant.
 
     A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
 
     Args:
-        state: Of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
+        state: That of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
         waits: As `ThreadRow.waits`.
 
     Returns:
-        `fsync`, `limit`, `source`, `disk`, `peers` or nothing, and the share of the time, None where it has none.
+        `fsync`, `limit`, `source`, `disk`, `peers` or nothing, and the share of the time, None if it has none.
     """
     if state in ("FSYNC", "COMMIT"):
         return "fsync", None
@@ -139,7 +139,7 @@ def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | Non
 
 
 def wait_text(kind: str, share: float | None) -> str:
-    """`disk 97%`, or the kind alone where it has no share."""
+    """`disk 97%`, or only the kind if it has no share."""
     return kind if share is None else f"{kind} {round(share * 100)}%"
 
 
@@ -150,9 +150,9 @@ class Row:
     Attributes:
         key: The same in each update for the same thing.
         proc_key: The process.
-        rank: Of the process; None unknown.
+        rank: The rank of the process; None unknown.
         gpu: Index; None none.
-        pid: Of the process.
+        pid: The pid of the process.
         job: Its label.
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`, or empty.
@@ -166,8 +166,8 @@ class Row:
         done: Bytes completed.
         total: Bytes in all; 0 unknown.
         durable: Bytes known to be durable.
-        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all bytes are being made
-            durable.
+        progress: That of the copy while the state is `STAGE`; else that of the operation, 1 only when all bytes are
+            being made durable.
         eta_s: Seconds until it is durable; None unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
@@ -304,7 +304,7 @@ class NodeOp:
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
         target_source: The origin of the target, as `Target.source`.
-        changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
+        changed: After a save, groups and the share of their bytes that has changed; empty unknown.
         sentence: The most important fact about it; None if there is none.
         safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
@@ -346,7 +346,7 @@ class NodeOp:
 
     @property
     def empty(self) -> bool:
-        """Whether it ended well and had no byte to move: then there is no speed to judge."""
+        """Whether it ended well without bytes to move: then there is no speed to judge."""
         return not (self.running or self.failed or self.done)
 
 
@@ -385,7 +385,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened.
+    """An event.
 
     Attributes:
         real: Seconds since the epoch.
@@ -409,8 +409,8 @@ class Checkpoint:
         label: Base name of the target.
         step: Training step; None unknown.
         start: Seconds since the epoch of the first rank's start.
-        end: Of the last rank's end.
-        bytes: Of all ranks.
+        end: The same for the last rank's end.
+        bytes: Bytes of all ranks.
         sync_s: Longest time in fsync and commit of a rank, seconds.
         peak: Sum of the ranks' best seconds, bytes/s.
         engines: Engines that ran.
@@ -421,8 +421,8 @@ class Checkpoint:
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
         team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still at it.
-        target: Bytes/s that it was to reach while it ran; 0 if unknown.
-        whole: Of a copy: whether it left a whole checkpoint at its target.
+        target: Its target in bytes/s while it ran; 0 if unknown.
+        whole: After a copy: whether it left a whole checkpoint at its target.
     """
 
     kind: str

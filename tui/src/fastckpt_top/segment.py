@@ -1,6 +1,6 @@
-"""The bytes of a shared segment, layout 1.0, and their decoding. The authority is docs/telemetry.md.
+"""The bytes of a shared segment, layout 1.0, and their decoding. docs/telemetry.md is authoritative.
 
-Input is not trusted: whatever the bytes are, decoding ends in a value or in `BadSegment`.
+Input is untrusted: whatever the bytes are, decoding ends in a value or in `BadSegment`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROCESS_OFFSET: Final = 0x100
 TABLES_OFFSET: Final = 0x200
 """No table begins before this offset."""
 MAX_SIZE: Final = 1 << 20
-"""Largest file that is looked at, bytes."""
+"""The largest file that is read, bytes."""
 HISTOGRAM_BUCKETS: Final = 16
 HISTOGRAM_BASE_US: Final = 64
 """Upper bound of the first latency bucket in microseconds; each next one is twice as large, the last has none."""
@@ -40,11 +40,11 @@ REFUSALS: Final = {
     FLAG_NO_DIRECT: "direct I/O",
     FLAG_NO_WORKERS: "worker threads",
 }
-"""What was refused where `FLAG_FALLBACK` is set."""
+"""The refused features if `FLAG_FALLBACK` is set."""
 
 
 class BadSegment(ValueError):  # noqa: N818  (it says what the input is, not what went wrong in here)
-    """These bytes are not a segment that this version can read; the message says why."""
+    """These bytes are not a segment that this version can read; the message gives the reason."""
 
 
 class Kind(IntEnum):
@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 
 def _at(offset: int, code: str) -> Any:
-    """A field, at so many bytes in its entry, of a type of `struct`: "64s" is char[64], "16s" an id, "16Q" u64[16]."""
+    """A field, at this offset in its entry, of a type of `struct`: "64s" is char[64], "16s" an id, "16Q" u64[16]."""
     default = "" if code.endswith("s") else (0,) * int(code[:-1]) if len(code) > 1 else 0
     return field(default=default, metadata={"offset": offset, "code": code})
 
@@ -314,7 +314,7 @@ def decode_header(data: bytes, file_size: int) -> Header:
         A header whose tables are all inside the file.
 
     Raises:
-        BadSegment: Something in it cannot be true, or needs a newer version of this program.
+        BadSegment: It holds an impossible value, or needs a newer version of this program.
     """
     _check_prefix(data)
     header = read(Header, data)
@@ -342,7 +342,7 @@ def read(kind: type[T], data: bytes, offset: int = 0) -> T:
     Args:
         kind: `Header`, `Process`, `Operation`, `Thread` or `History`.
         data: Bytes of a segment.
-        offset: Where in them the entry begins.
+        offset: The start of the entry in them.
 
     Returns:
         Numbers, cleaned strings, tuples for arrays, hexadecimal digits for ids.
@@ -373,7 +373,7 @@ def decode(data: bytes) -> Segment:
         All used slots and records. Slots that were being written at that moment are left out.
 
     Raises:
-        BadSegment: The bytes are not a segment that can be read.
+        BadSegment: The bytes are not a readable segment.
     """
     header = decode_header(data, len(data))
     process = read(Process, data, PROCESS_OFFSET)
@@ -390,7 +390,7 @@ def decode(data: bytes) -> Segment:
 
 
 def _shape(kind: Any, size: int) -> tuple[struct.Struct, tuple[str, ...], tuple[tuple[int, str], ...]]:
-    """What `struct` reads of an entry, its fields, and number and code of those that are text."""
+    """The `struct` of an entry, its fields, and the number and code of its text fields."""
     code, at = "<", 0
     places = [(one.metadata["offset"], one.metadata["code"]) for one in fields(kind)]
     for offset, own in places:

@@ -1,10 +1,9 @@
 """The sentence: the rank that holds an operation back, and why.
 
-The first of these that applies: a rank that died or failed; one that stalled; ranks that have not begun; the only one
-left; a bandwidth limit that most ranks wait for; the rank that the others wait for; the reason why the operation is
-below its target; a fallback; that all is well.
-The level is `bad` if a person is needed, `warn` if the operation, or the rank that alone decides when it ends, is below
-its target, `info` for the rest.
+It is the first of these that applies: a rank that died or failed; one that stalled; ranks that have not begun; the only
+one left; a bandwidth limit that most ranks wait for; the rank that the others wait for; the reason why the operation is
+below its target; a fallback; that all is well. The level is `bad` if a person is needed, `warn` if the operation, or
+the rank that alone decides when it ends, is below its target, `info` for the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import NodeOp, Row
 
 SHORT: Final = 36
-"""Cells that the shortest words have at most."""
+"""The most cells of the shortest words."""
 _MOST: Final = 0.5
-"""Share of the ranks that makes what they wait for the operation's."""
+"""The share of ranks from which their wait counts as the operation's."""
 _WAITED: Final = {
     "disk": "its ranks waited for the disk",
     "source": "its ranks waited for the source",
@@ -69,7 +68,7 @@ def _copied(op: NodeOp) -> Sentence:
 
 
 def _safely(said: Sentence | None, op: NodeOp) -> Sentence | None:
-    """A sentence, and where the last step is safe."""
+    """A sentence, with the places where the last step is safe."""
     safe = phrases.safe(op)
     if said is None or not safe:
         return said
@@ -77,7 +76,7 @@ def _safely(said: Sentence | None, op: NodeOp) -> Sentence | None:
 
 
 def _missing(op: NodeOp) -> Sentence:
-    """Ranks of this machine take no part."""
+    """The sentence if ranks of this machine take no part."""
     here = f"{op.ranks} of {text.count(op.ranks + len(op.missing), 'rank')}"
     who = phrases.some([f"rank {rank}" for rank in op.missing])
     if op.running:
@@ -102,7 +101,7 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def cause(op: NodeOp, rows: Sequence[Row]) -> str:
-    """The cause that holds a running operation back now, in the words for when it has ended; empty if there is none."""
+    """The cause that delays a running operation now, in words for its end; empty if there is none."""
     running = [row for row in rows if row.running]
     kind, _ = _shared(running)
     if op.last and (kind != "limit" or len(running) == 1 < op.ranks):
@@ -111,7 +110,7 @@ def cause(op: NodeOp, rows: Sequence[Row]) -> str:
 
 
 def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
-    """A rank died or failed."""
+    """The sentence if a rank died or failed."""
     dead = [row for row in rows if row.state == "DEAD"]
     if dead:
         who = phrases.names(dead)
@@ -143,7 +142,7 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
 
 
 def _stalled(rows: list[Row]) -> Sentence:
-    """Ranks that give no sign of life, or move no byte."""
+    """The sentence about ranks that give no sign of life, or move no byte."""
     row = max(rows, key=lambda row: row.stalled_s or 0.0)
     seconds = phrases.seconds(row.stalled_s or 0.0)
     kind = row.wait_kind
@@ -182,20 +181,20 @@ def _limited(op: NodeOp) -> Sentence:
 
 
 def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
-    """One rank for which the others wait."""
+    """The sentence about one rank for which the others wait."""
     waiting = sum(_idles(other) for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
     return _one(op, row, f"Held back by {row.name}", f"{row.name} holds it", others=others)
 
 
 def _left(op: NodeOp, row: Row) -> Sentence:
-    """All ranks have ended but one."""
+    """The sentence if all ranks but one have ended."""
     why = "its own bandwidth_limit" if row.wait_kind == "limit" else phrases.why(row)
     return _one(op, row, f"only {row.name} is left", f"{row.name} is left", why=why)
 
 
 def _one(op: NodeOp, row: Row, words: str, short: str, *, why: str = "", others: str = "", more: str = "") -> Sentence:
-    """What is true of one rank: `words`, or `short` ones, with its rate, the reason, and what it fell back to.
+    """A sentence about one rank: `words`, or `short` ones, with its rate, the reason, and its fallback.
 
     Args:
         op: The operation.
@@ -223,7 +222,7 @@ def _one(op: NodeOp, row: Row, words: str, short: str, *, why: str = "", others:
 
 
 def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """No rank is waited for."""
+    """The sentence if no rank is waited for."""
     if running and all(row.state == "STAGE" for row in running):
         done = "" if op.progress is None else f", {text.percent(op.progress).replace('%', ' %')}"
         what = f"{_all(running, op)} {'copies' if len(running) == 1 else 'copy'} the state into memory{done}"
@@ -242,7 +241,7 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
-    """Below the target, or without one: the slowest rank, else what most of them wait for."""
+    """The sentence below the target, or without one: the slowest rank, else the wait of most ranks."""
     more = phrases.fallback(running, "; ")
     slow = _slowest(running)
     if slow is not None:
@@ -266,7 +265,7 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
 
 
 def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """On target, or too early to judge."""
+    """The sentence if the operation is on target, or it is too early to judge."""
     if tail := phrases.fallback(running):
         row = next(row for row in running if row.fallback)
         return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
@@ -277,7 +276,7 @@ def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
-    """How it went."""
+    """The sentence about an ended operation."""
     still = phrases.still(op)
     if still:
         words = f"no tensor of the {' and of the '.join(still)} has changed"
@@ -326,7 +325,7 @@ def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...
 
 
 def _peers(those: list[Row]) -> Sentence:
-    """Ranks wait for one that is not here, or not at work."""
+    """The sentence about ranks that wait for one that is not here, or not working."""
     name, _ = Counter(row.wait for row in those).most_common(1)[0]
     does = "waits" if len(those) == 1 else "wait"
     who = phrases.names(those)
@@ -340,7 +339,7 @@ def _peers(those: list[Row]) -> Sentence:
 
 
 def _idles(row: Row) -> bool:
-    """Whether a rank has nothing to do but to wait for another, which it names."""
+    """Whether a rank only waits for another, which it names."""
     return row.state == "WAIT"
 
 
@@ -354,7 +353,7 @@ def _slowest(running: list[Row]) -> Row | None:
 
 
 def _shared(running: list[Row]) -> tuple[str, list[Row]]:
-    """The wait of most ranks, and those ranks; else nothing."""
+    """The wait of most ranks, and these ranks; else nothing."""
     kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
     those = [row for row in running if row.wait_kind == kind]
     return (kind, those) if kind and count > _MOST * len(running) else ("", [])

@@ -9,14 +9,14 @@ from typing import Final
 from fastckpt_top.tracks import COLUMN_S
 
 KEPT_S: Final = 1200.0
-"""How far back the graph can look, seconds."""
+"""The most seconds in the graph."""
 
 
 class Series:
-    """Rates of the node, one value a column of `COLUMN_S`, aligned to the clock.
+    """Rates of the node, one value per column of `COLUMN_S`, aligned to the clock.
 
     Attributes:
-        written: Bytes/s; `read` likewise.
+        written: Bytes/s; also `read`.
         index: Number of the newest column since the clock's zero; None before the first.
     """
 
@@ -27,7 +27,7 @@ class Series:
         self.index: int | None = None
 
     def add(self, mono: float, written: float, read: float) -> int:
-        """Take in the measurement of a moment.
+        """Add a measurement.
 
         Args:
             mono: Reader's clock, seconds.
@@ -35,7 +35,7 @@ class Series:
             read: Bytes/s.
 
         Returns:
-            How many columns it began: 0 if it falls into one that has a value, which it leaves unchanged.
+            The number of new columns: 0 if it falls into a column that has a value, which stays.
         """
         now = math.floor(mono / COLUMN_S)
         count = 1 if self.index is None else min(now - self.index, self.written.maxlen or 1)
@@ -49,8 +49,8 @@ class Series:
     def cells(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
         """The last `seconds` in `cells` equal parts.
 
-        A part begins at a multiple of its length on the clock, so that past columns do not change as time goes on. Its
-        value is the mean over it: a peak that is shorter than a part is lower in it, not lost.
+        A part begins at a multiple of its length on the clock, so that past columns do not change. Its value is the
+        mean over it: a shorter peak is lowered, not lost.
 
         Args:
             seconds: How far back.

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """Reads a source and hands each state to the sinks.
+    """Reads a source and passes each state to the sinks.
 
     Args:
-        source: Where snapshots come from.
-        model: The model that is fed.
+        source: The source of snapshots.
+        model: The model to update.
         sinks: The outputs for each state.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The result of one look at all segments: the only thing that sources hand to the model."""
+"""The result of one look at all segments: the only input of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fastckpt_top.segment import Header, History, Operation, Process, Thread
 
 _MOST: Final = 2**31 - 1
-"""The highest rank that is believed."""
+"""The highest rank that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Proc:
 
     @property
     def rank(self) -> int:
-        """Its rank: in its process group, where it saves or loads with others, else the launcher's; -1 unknown."""
+        """Its rank: in its process group if it saves or loads with others, else the launcher's; -1 unknown."""
         return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
 
     @property
@@ -92,5 +92,5 @@ class Snapshot:
 
 
 def proc_key(header: Header) -> str:
-    """The identity of a process: pids are used again, and are only unique within a namespace."""
+    """The identity of a process: pids are reused, and are unique only within a namespace."""
     return f"{header.boot_id[:8]}-{header.pid_ns}-{header.pid}-{header.start_ticks}"

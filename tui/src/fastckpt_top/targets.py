@@ -15,7 +15,7 @@ _UNITS: Final = {
     **{f"{letter}ib/s": 1024.0**power for power, letter in enumerate("kmgt", 1)},
 }
 _LEAST_BARE: Final = 1e4
-"""Less than this without a unit is meant in another unit."""
+"""A number below this, without a unit, is an error: another unit is meant."""
 
 DEFAULT_TIER: Final = "light"
 TIERS: Final[dict[str, tuple[float, float]]] = {
@@ -59,7 +59,7 @@ def tier(name: str, source: str) -> Target:
 
 
 def named(save: float, load: float, source: str) -> Target:
-    """A target from two figures, called by its tier's name if it is one.
+    """A target from two figures, named after its tier if it is one.
 
     Args:
         save: Bytes/s per GPU.
@@ -77,7 +77,7 @@ def parse(text: str, source: str) -> Target:
 
     Args:
         text: `light`, `medium`, `high`, a rate per GPU for both directions, or `save=RATE,load=RATE` (either may be
-            missing and is then no target), in upper or lower case. A rate is a number with a unit (`2.5GB/s`), or of
+            missing, which means no target), in upper or lower case. A rate is a number with a unit (`2.5GB/s`), or of
             bytes/s.
         source: The origin.
 
@@ -85,7 +85,7 @@ def parse(text: str, source: str) -> Target:
         The target.
 
     Raises:
-        ValueError: It is none of these; the message lists what is allowed.
+        ValueError: It is none of these; the message lists the allowed ones.
     """
     word = text.strip().lower()
     if word in TIERS:
@@ -103,7 +103,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the present one: the tiers, then the command line's if it is none of them, in a circle."""
+    """The target after the current one, cyclically: the tiers, then the command line's if it is no tier."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

@@ -1,4 +1,4 @@
-"""Text for terminals: cleaning, cell widths, numbers, bars, sparks. Pure; knows nothing of Textual or of the model."""
+"""Text for terminals: cleaning, cell widths, numbers, bars, sparks. Pure: without Textual and the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters of pictures: by default those for Unicode terminals."""
+    """The characters of graphics: by default those for Unicode terminals."""
 
     bar: str = " ▏▎▍▌▋▊▉█"
     """Parts of a full cell from empty to full, for bars that grow to the right."""
@@ -35,7 +35,7 @@ class Glyphs:
     track: str = "░"
     """The part of a bar that is not filled."""
     mark: str = "│"
-    """Where a bar's target is."""
+    """The mark of a bar's target."""
     good: str = "●"
     low: str = "◐"
     bad: str = "▼"
@@ -105,12 +105,12 @@ def ascii_only(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Terminal cells that a cleaned text takes."""
+    """The terminal cells of a cleaned text."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def cut(text: str, cells: int) -> str:
-    """The beginning of `text` that fits into `cells` cells; a blank stands for half of a wide character."""
+    """The beginning of `text` that fits into `cells` cells; a blank replaces half of a wide character."""
     return text if width(text) <= cells else set_cell_size(text, max(cells, 0))
 
 
@@ -120,7 +120,7 @@ def fit(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
     Args:
         text: Cleaned text.
         cells: Wanted width; 0 or less gives the empty string.
-        glyphs: Where the ellipsis comes from.
+        glyphs: The characters, with the ellipsis.
 
     Returns:
         The text, with an ellipsis if it was cut.
@@ -135,7 +135,7 @@ def fit(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
 
 
 def fit_front(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
-    """Like `fit`, but a long text loses its beginning, as is right for paths."""
+    """Like `fit`, but a long text loses its beginning, for paths."""
     if width(text) <= cells:
         return fit(text, cells, glyphs)
     tail = text
@@ -168,7 +168,7 @@ def bar(fraction: float | None, cells: int, parts: str) -> str:
 
 
 def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNICODE) -> str:
-    """One column a value on the fixed scale 0..`top`, newest at the right.
+    """One column per value on the fixed scale 0..`top`, newest at the right.
 
     The highest is lower than a line, so that those of neighbouring lines do not run together.
 
@@ -190,14 +190,14 @@ def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNIC
 
 
 def level(value: float, top: float, levels: int) -> int:
-    """How many of so many levels a value takes, `top` all of them; something is not nothing."""
+    """The number of levels for a value, all of them for `top`; at least one above 0."""
     if top <= 0 or not value > 0:
         return 0
     return min(levels, max(1, round(value / top * levels)))
 
 
 def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
-    """GB/s without the unit; '-' for unknown. Large values have fewer decimals and small ones more."""
+    """GB/s without the unit; '-' for unknown. Large values have fewer decimals than small ones."""
     if bytes_per_second is None or not math.isfinite(bytes_per_second):
         return "-"
     value = bytes_per_second / GB
@@ -211,7 +211,7 @@ def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
 
 
 def rates(average: float | None, target: float) -> tuple[str, str]:
-    """Two rates to compare, GB/s without the unit, with as many decimals as it takes; `-` for no target."""
+    """Two rates to compare, GB/s without the unit, with as many decimals as needed; `-` for no target."""
     if target <= 0:
         return rate(average), "-"
     for decimals in range(2, 6):

@@ -1,4 +1,4 @@
-"""The model's memory between two snapshots: one track a process, operation and thread."""
+"""The model's memory between two snapshots: one track per process, operation and thread."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from fastckpt_top.snapshot import Proc
 
 COLUMNS: Final = 64
-"""Columns of a spark that are kept; the widest that is shown has 60."""
+"""Columns of a spark that are kept; the widest shown spark has 60."""
 COLUMN_S: Final = 0.5
-"""Seconds that a column stands for, however often one looks."""
+"""Seconds per column, whatever the interval of looks."""
 HEARTBEAT_STALL_S: Final = 2.0
-"""A heartbeat that stands still for so long during an operation means a stopped process."""
+"""Seconds without a heartbeat during an operation that mean a stopped process."""
 PROGRESS_STALL_S: Final = 3.0
-"""No byte for so long while writing or reading means stuck I/O."""
+"""Seconds without a byte while writing or reading that mean stuck I/O."""
 COPY_STALL_S: Final = 10.0
-"""Likewise of a copy: a store may take a while to accept a part."""
+"""The same for a copy: a store may take a while to accept a part."""
 MOVING: Final = (Phase.WRITE, Phase.READ, Phase.COPY, Phase.DRAIN, Phase.FETCH)
-"""Phases in which bytes move to or from the storage, so that a rate over the last second says something."""
+"""Phases in which bytes move to or from the storage, so that a rate over the last second is meaningful."""
 PREPARING: Final = (Phase.PLAN, Phase.STAGE)
 """Phases in which nothing is written yet, and in which a process may be silent (docs/telemetry.md 5.3)."""
 _HELD: Final = frozenset("TtD")
 """States in which a process can do nothing: stopped, traced, or waiting in the kernel."""
 _SYNCING: Final = {ThreadState.FSYNC, ThreadState.PEERS}
-"""What a worker may do for a long time without a byte."""
+"""States in which a worker may stay long without a byte."""
 _SEED_S: Final = 2.0
 
 
@@ -57,7 +57,7 @@ class ProcTrack:
         self._beat = mono
 
     def update(self, proc: Proc, mono: float) -> Mapping[int, Thread]:
-        """Take in a snapshot; return the thread slots of the one before."""
+        """Process a snapshot; return the thread slots of the previous one."""
         before, self._threads = self._threads, dict(proc.threads)
         if proc.process.heartbeat != self._heartbeat:
             self._heartbeat = proc.process.heartbeat
@@ -83,14 +83,14 @@ class ProcTrack:
         return 0.0 if self._held is None else mono - self._held
 
     def begin(self, mono: float) -> None:
-        """An operation was seen for the first time: before it, silence meant nothing."""
+        """Record the first sight of an operation: before it, silence meant nothing."""
         self._beat = mono
 
 
 class ThreadTrack:
     """A thread slot while it counts for one operation.
 
-    All counters of a slot except `bytes_op` are the process's: their values at the beginning of the operation have to
+    All counters of a slot except `bytes_op` count for the process: their values at the beginning of the operation must
     be known.
 
     Args:
@@ -103,14 +103,14 @@ class ThreadTrack:
         self.spark: deque[float] = deque(maxlen=COLUMNS)
         first = thread.bytes_ever == thread.bytes_op
         if before is not None and before.bytes_ever != thread.bytes_ever - thread.bytes_op:
-            before = None  # another operation has used it meanwhile
+            before = None  # another operation has used the slot meanwhile
         self._before = before
         self._known = first or before is not None
         self.base = before.latency_hist if before else (0,) * HISTOGRAM_BUCKETS if first else thread.latency_hist
         self.last = thread
 
     def begin(self, mono: float) -> None:
-        """The operation began at this moment: the first sample of the window."""
+        """Record that the operation began now: the first sample of the window."""
         if self._before is not None:
             self.window.add(_sample(self._before, mono, 0))
         elif self._known:
@@ -119,7 +119,7 @@ class ThreadTrack:
             self.window.add(Sample(mono, 0, self.last.requests, waits=None))
 
     def update(self, thread: Thread, mono: float) -> None:
-        """Take in a snapshot."""
+        """Process a snapshot."""
         self.last = thread
         self.window.add(_sample(thread, mono, thread.bytes_op))
 
@@ -179,7 +179,7 @@ class OpTrack:
 
     @property
     def shared(self) -> tuple[str, int, str, int]:
-        """What the ranks of one operation have in common: their team, its kind, label and step."""
+        """The common features of the ranks of one operation: their team, its kind, label and step."""
         return self.proc.team, self.op.kind, self.op.label, self.op.step
 
     @property
@@ -194,11 +194,11 @@ class OpTrack:
 
     @property
     def sized(self) -> bool:
-        """Whether its bytes are known: none are too, once it has been planned."""
+        """Whether its bytes are known, even if there are none, once it has been planned."""
         return bool(self.op.bytes_total) or not (self.failed or self.op.phase in PREPARING)
 
     def update(self, proc: Proc, op: Operation, mono: float, before: Mapping[int, Thread]) -> None:
-        """Take in a snapshot; `before` are the process's thread slots of the one before."""
+        """Process a snapshot; `before` are the process's thread slots of the previous one."""
         self.proc, self.op = proc, op
         slots = [(slot, thread) for slot, thread in proc.threads if thread.op_id == op.op_id]
         for slot, thread in slots:
@@ -249,8 +249,8 @@ class OpTrack:
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
         """Seconds without progress or sign of life, if that is too long; else None.
 
-        Waiting for others is not a stall. Nor is silence while a save is prepared, unless the kernel reports that the
-        process is stopped or held.
+        Waiting for others is not a stall. Neither is silence while a save is prepared, unless the kernel reports that
+        the process is stopped or held.
         """
         if not self.running or self.proc.waits_for is not None:
             return None

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
         bytes: Completed.
         requests: Completed.
         latency_ns: Sum over completed requests.
-        waits: Seconds spent waiting, as in `WAITS`; None unknown, as `latency_ns` is then.
+        waits: Seconds spent waiting, as in `WAITS`; None unknown, and then so is `latency_ns`.
     """
 
     mono: float
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 
 class Window:
-    """The samples of one thing, as long as rates need them."""
+    """The samples of one source, kept as long as rates need them."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -71,14 +71,14 @@ class Window:
         return (self._still(chosen, newest) or chosen), newest
 
     def waits(self) -> tuple[Sample, Sample] | None:
-        """The same, of samples with known waits: only those of the first may be unknown."""
+        """The same, for samples with known waits: only those of the first may be unknown."""
         ends = self.ends()
         if ends is None or ends[0].waits is not None:
             return ends
         return (self._samples[1], ends[1]) if len(self._samples) > 2 else None  # noqa: PLR2004
 
     def _still(self, chosen: Sample, newest: Sample) -> Sample | None:
-        """The moment since when nothing was completed, if much would have been had all gone on."""
+        """The time of the last completion, if much should have completed since."""
         last = next(one for one in self._samples if one.requests == newest.requests)
         quiet, moving = newest.mono - last.mono, last.mono - chosen.mono
         if quiet < WINDOW_S - _SLACK_S or moving <= 0:
@@ -102,7 +102,7 @@ def percentile(histogram: tuple[int, ...], share: float, largest: float) -> floa
     Args:
         histogram: Requests per bucket (docs/telemetry.md 5.4).
         share: 0 to 1.
-        largest: The longest that was measured, seconds: the last bucket has no other end. 0 unknown.
+        largest: The longest measured latency, seconds, as the end of the last bucket. 0 unknown.
 
     Returns:
         Seconds, interpolated within the bucket; None if nothing was counted.

@@ -23,7 +23,7 @@ def drop() -> bool:
 
 
 def forget(directory: Path) -> None:
-    """Let the cache go of the files in a directory, as far as it does; anybody may."""
+    """Drop the files in a directory from the cache, as far as the kernel does; needs no root."""
     for file in _files(directory):
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -42,7 +42,7 @@ def warm(directory: Path) -> None:
 
 
 def resident(directory: Path) -> float | None:
-    """The share of the files in a directory that is in the page cache; None where mincore(2) fails."""
+    """The share of the files in a directory that is in the page cache; None if mincore(2) fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     present = pages = 0
     for file in _files(directory):

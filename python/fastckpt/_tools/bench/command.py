@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from . import rounds, text  # noqa: PLC0415
 
     refuse_url("bench", str(options.path))
-    # This process neither saves nor loads: the target is set to find out what it means.
+    # This process neither saves nor loads: setting the target returns its meaning.
     try:
         save, load = fastckpt.tools.set_target(options.target)
         io = fastckpt.IO(options.io, threads=options.threads)
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
         picture.check(options.plot)
     notes = _fits(options.path, shares)
-    # The monitor compares each rank's own speed with it.
+    # The monitor compares the speed of each rank with it.
     rates = zip(("save", "load"), target, strict=True)
     per_rank = [f"{kind}={rate * gpus / len(shares)}GB/s" for kind, rate in rates if rate]
     plan = rounds.Run(
@@ -127,7 +127,7 @@ def _shares(options: argparse.Namespace) -> list[Any]:
 
 
 def _fits(directory: Path, shares: list[Any]) -> list[str]:
-    """Refuse shares that do not fit; returns the ones left out, and why."""
+    """Refuse shares that do not fit; returns the omitted operations, with reasons."""
     from . import room  # noqa: PLC0415
 
     if not directory.is_dir():
@@ -146,7 +146,7 @@ def _say(line: str) -> None:
 def _document(
     options: argparse.Namespace, shares: list[Any], measured: Any, *, target: tuple[float, float], gpus: int
 ) -> dict[str, Any]:
-    """The result as JSON holds it; ``docs/bench.md`` describes the keys."""
+    """The result for JSON; ``docs/bench.md`` describes the keys."""
     import platform  # noqa: PLC0415
 
     import fastckpt  # noqa: PLC0415

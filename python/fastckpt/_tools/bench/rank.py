@@ -1,4 +1,4 @@
-"""One rank: a process of its own that holds a state, and saves and loads it on request."""
+"""One rank: a separate process that holds a state, and saves and loads it on request."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Spec:
 
     Attributes:
         rank: its number.
-        directory: its own, made by the parent.
+        directory: its directory, made by the parent.
         share: the tensors that it saves.
         io: how it reads and writes.
-        target: for the live counters, as :func:`fastckpt.tools.set_target` takes it.
-        environment: variables that it runs with.
+        target: for the live counters, as for :func:`fastckpt.tools.set_target`.
+        environment: its environment variables.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class _Rank:
         fastckpt.tools.set_target(spec.target)
 
     def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:
-        """Prepare everything that is not measured; returns the measured step, which takes the time when it began."""
+        """Prepare everything that is not measured; returns the measured step, whose argument is its start time."""
         plain = self.spec.directory / "plain"
         checkpoint = self.spec.directory / f"step-{request.round}"
         if request.operation == "raw_write":
@@ -134,8 +134,8 @@ def _sample(report: fastckpt.types.SaveReport | fastckpt.types.LoadReport, secon
 def serve(connection: Connection, spec: Spec) -> None:
     """Answer the parent until it closes the pipe.
 
-    Each request is prepared and answered by None; then the time (``time.monotonic``) arrives at which all ranks begin,
-    and the sample goes back. Any error goes back as a :class:`Failure`.
+    Each request is prepared and answered by None; then the common start time (``time.monotonic``) arrives, and the
+    sample is sent back. Any error is sent back as a :class:`Failure`.
     """
     # Ctrl-C reaches the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""All ranks, seen from the parent: started, instructed and ended together."""
+"""The parent's view of all ranks: it starts, instructs and ends them together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .rank import Spec
 
-#: Seconds between the signal and the start: the signal must have reached every rank by then.
+#: Seconds between the signal and the start: by then the signal must have reached every rank.
 _LEAD = 0.01
 #: Seconds after which a killed rank that still exists must be waiting for a device.
 _STUCK = 60
@@ -39,8 +39,8 @@ class Ranks:
         self._processes: list[SpawnProcess] = []
 
     def start(self) -> None:
-        """Start them; each has its state when this returns. :meth:`close` is called whatever happens."""
-        # Not by fork: a child would hold for ever the locks that threads of the parent hold at that moment.
+        """Start them; each has its state when this returns. The caller calls :meth:`close` in any case."""
+        # Not by fork: a child would never release the locks that threads of the parent hold at that moment.
         context = multiprocessing.get_context("spawn")
         # Ctrl-C while they import must not reach them: they start with the signal blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -60,7 +60,7 @@ class Ranks:
         self._answers("starting")
 
     def ask(self, request: Request) -> list[dict[str, Any]]:
-        """Have all ranks prepare, then begin at the same moment; their samples, by rank.
+        """Make all ranks prepare, then begin at the same moment; returns their samples, by rank.
 
         Raises:
             RankError: one of them failed or died.
@@ -72,7 +72,7 @@ class Ranks:
         return self._answers(doing)
 
     def remove(self, number: int) -> None:
-        """Have all ranks remove their files of a round."""
+        """Make all ranks remove their files of a round."""
         self._tell(Request("remove", number))
         self._answers("removing the files")
 
@@ -84,7 +84,7 @@ class Ranks:
                 self._died(rank, "waiting")
 
     def _answers(self, doing: str) -> list[Any]:
-        """One answer from each rank, in the order they come; the first failure ends it."""
+        """One answer from each rank, in the order of arrival; the first failure ends it."""
         answers: list[Any] = [None] * len(self._pipes)
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -111,7 +111,7 @@ class Ranks:
         raise RankError(f"{self._what}: rank {rank} (process {process.pid}) {how} while {doing}{why}")
 
     def close(self) -> None:
-        """End them all, in the middle of whatever they do."""
+        """End all of them, whatever they are doing."""
         for process in self._processes:
             if process.pid is not None:
                 process.kill()

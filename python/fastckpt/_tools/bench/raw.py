@@ -1,8 +1,8 @@
-"""The raw device: the same bytes written and read plainly, with direct I/O and nothing else.
+"""The raw device: writes and reads the same bytes with plain direct I/O.
 
 A few threads have a large block in flight each, in huge pages, into a file that is allocated beforehand; a write ends
-with ``fdatasync``. The interpreter's lock is released in each of these calls. It does the same as fio with io_uring and
-direct I/O at the same block size and depth; a test compares the two.
+with ``fdatasync``. Each of these calls releases the GIL. This matches fio with io_uring and direct I/O at the same
+block size and depth; a test compares the two.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 #: Bytes of a block, and how many are in flight.
 BLOCK, IN_FLIGHT = 4 << 20, 8
-#: Memory that a :class:`Device` takes, in bytes.
+#: Memory of a :class:`Device`, in bytes.
 MEMORY = BLOCK * IN_FLIGHT
-#: The alignment of lengths and addresses that direct I/O required on every device met so far.
+#: The alignment of lengths and addresses that direct I/O has required on every device so far.
 _ALIGNMENT = 4096
 _HUGE = 2 << 20
 
@@ -57,7 +57,7 @@ class Device:
 
             def move(number: int, length: int, offset: int) -> int:
                 block = self._blocks[number][:length]
-                # Storage that deduplicates pages must gain nothing.
+                # Deduplicating storage must not gain.
                 stamp(block)
                 return os.pwritev(fd, [block.data], offset)
 
@@ -141,5 +141,5 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # The file may have been created all the same.
+        # The file may have been created anyway.
         return os.open(path, flags & ~os.O_EXCL, 0o600), False

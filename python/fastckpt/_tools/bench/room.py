@@ -1,4 +1,4 @@
-"""Whether a benchmark fits: refused before anything is written."""
+"""Checks whether a benchmark fits, before anything is written."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     """Refuse shares that fit neither on the disk nor in memory.
 
-    On the disk there is one copy at any time: of the checkpoints, or of the plain files. In memory each rank has its
-    state and, while it loads, a copy; a hot load needs the files in the page cache as well.
+    At any time the disk holds one copy: of the checkpoints, or of the plain files. In memory each rank has its state
+    and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
         directory: the directory of the benchmark.
@@ -35,7 +35,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         hot: whether hot loads are wanted.
 
     Returns:
-        The reason for which hot loads are left out, or None.
+        Why hot loads are left out, or None.
 
     Raises:
         ValueError: it does not fit; the message names a size that would.

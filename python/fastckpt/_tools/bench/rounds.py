@@ -1,4 +1,4 @@
-"""The run: rounds of plain and of checkpoint transfers, taking turns, in a directory that is gone afterwards."""
+"""Runs alternating rounds of plain and checkpoint transfers, in a directory that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Run:
         shares: the shares of the ranks.
         rounds: how many rounds.
         io: how ranks read and write.
-        target: for the live counters of each rank, as :func:`fastckpt.tools.set_target` takes it.
+        target: for the live counters of each rank, as for :func:`fastckpt.tools.set_target`.
         hot: whether there are hot loads.
     """
 
@@ -47,10 +47,10 @@ class Run:
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        samples: by operation: of each round, the samples of all ranks.
+        samples: by operation and round, the samples of all ranks.
         caches: how caches were dropped before cold operations.
     """
 
@@ -61,8 +61,8 @@ class Measured:
 def measure(run: Run, said: Callable[[str], None]) -> Measured:
     """Run all rounds.
 
-    Every other round begins with the checkpoint instead of the plain file: the first finds the disk in another state
-    than the second, and the speed of a shared one drifts.
+    Every other round begins with the checkpoint instead of the plain file: the state of the disk differs for the first
+    and the second, and the speed of a shared disk drifts.
 
     Args:
         run: the benchmark to measure.
@@ -70,7 +70,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
 
     Raises:
         RankError: a rank failed or died.
-        OSError: nothing can be made in the directory.
+        OSError: no file can be made in the directory.
     """
     measured = Measured()
     with scratch(run.directory, "bench") as (directory, ending):
@@ -94,8 +94,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
 
 
 def _once(ranks: Ranks, operation: str, number: int, measured: Measured) -> list[dict[str, Any]]:
-    # No earlier write or removal may still be in flight to the disk; and only clean
-    # pages can be dropped.
+    # No earlier write or removal may still be in flight to the disk, and only clean pages can be dropped.
     os.sync()
     dropped = operation in ("raw_read", "load") and caches.drop()
     if operation == "load":

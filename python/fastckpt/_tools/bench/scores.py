@@ -1,7 +1,7 @@
 """Scores of samples: the slowest rank's time and throughput, against the plain file and against a target.
 
-As MLPerf Storage scores checkpoints: all ranks begin together, and the slowest one's duration and the slowest one's
-throughput count. Nothing here looks at anything but its arguments. GB is 10^9 bytes.
+As in MLPerf Storage, all ranks begin together, and the duration and the throughput of the slowest rank count. All
+functions depend only on their arguments. GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-#: Of each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
+#: For each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
 Rounds: TypeAlias = "Sequence[Sequence[Mapping[str, Any]]]"
 
-#: The plain transfer that each operation is compared with. A hot load need not touch the device at all.
+#: The plain transfer with which each operation is compared. A hot load need not use the device at all.
 _AGAINST = {"save": "raw_write", "load": "raw_read"}
 
 
@@ -93,12 +93,12 @@ def verdict(found: Mapping[str, Mapping[str, Any]], target: tuple[float, float],
 
 
 def engine(rounds: Rounds) -> dict[str, Any]:
-    """How an operation ran, of all ranks and rounds.
+    """How an operation ran, over all ranks and rounds.
 
     Returns:
-        ``engines`` (how many times each), ``fallbacks`` (why it was not the one wanted, each once), ``threads`` (of a
-        rank), ``paths`` (blocks by I/O path and reason, in all), ``copied`` (bytes that the CPU copied, in all),
-        ``resident`` (the share of the files that was in the page cache before, or None).
+        ``engines`` (how many times each), ``fallbacks`` (why another engine than the requested one ran, each once),
+        ``threads`` (of a rank), ``paths`` (all blocks by I/O path and reason), ``copied`` (all bytes that the CPU
+        copied), ``resident`` (the share of the files that was in the page cache before, or None).
     """
     every = [sample for samples in rounds for sample in samples]
     paths: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from fastckpt._tools.tiers import OPTIMIZER_BYTES, WEIGHT_BYTES, WORKLOADS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Tensors per rank, like those of a small Llama in four groups: enough that each has its part in the cost.
+#: Tensors per rank, like those of a small Llama in four groups: enough that the cost per tensor shows.
 TENSORS = 512
 
 #: The kinds of tensors that are kept for each parameter: group, dtype. The weights are float16, because numpy has no
@@ -34,7 +34,7 @@ class Share:
     Attributes:
         weights: bytes of the weights, of two bytes each.
         optimizer: bytes of the optimizer's state: three values of four bytes for each parameter.
-        tensors: how many tensors they make.
+        tensors: the number of tensors.
     """
 
     weights: int
@@ -85,8 +85,8 @@ def _check(share: Share) -> None:
 def layout(share: Share) -> list[tuple[str, str, str, int]]:
     """Group, name, dtype and elements of every tensor of a share: ``share.tensors`` of them.
 
-    The groups have equally many tensors, whose sizes cycle as in the layers of a Llama. Fewer tensors than groups leave
-    the later groups' bytes to the last one.
+    The groups have equally many tensors, whose sizes cycle as in the layers of a Llama. With fewer tensors than groups,
+    the last one gets the bytes of the later groups.
 
     Raises:
         ValueError: not every tensor gets an element.
@@ -113,16 +113,16 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
 def _cut(elements: int, count: int) -> list[int]:
     """``elements``, cut into ``count`` parts in the proportions of the layers, none of them empty."""
     wanted = np.resize(np.asarray(_LAYER, np.float64), count)
-    # One each beforehand; the rest by running sums, so that rounding loses nothing.
+    # One element each first; the rest by running sums, so that rounding loses nothing.
     edges = np.floor(np.cumsum(wanted) / wanted.sum() * (elements - count)).astype(np.int64)
     edges[-1] = elements - count
     return [1 + int(part) for part in np.diff(edges, prepend=0)]
 
 
 def make(share: Share) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """The state: random bytes, other ones each time, so that storage that compresses or deduplicates gains nothing.
+    """The state: new random bytes each time, so that compressing or deduplicating storage gains nothing.
 
-    Each tensor has memory of its own, as the tensors of a model have.
+    Each tensor has separate memory, like the tensors of a model.
     """
     random = np.random.SFC64()
     state: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
@@ -151,11 +151,11 @@ def stamp_all(state: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> None:
 
 
 def difference(saved: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], loaded: Any) -> str | None:
-    """The first tensor that did not come back as it was saved, or None."""
+    """The first tensor that was not loaded as it was saved, or None."""
     for group, tensors in saved.items():
         for name, tensor in tensors.items():
             other = loaded.get(group, {}).get(name)
-            # As bytes: random ones are often not numbers.
+            # As bytes: random floats are often nan.
             if other is None or other.dtype != tensor.dtype or not np.array_equal(_bytes(other), _bytes(tensor)):
                 return f"{group}.{name}"
     return None

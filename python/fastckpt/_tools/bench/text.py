@@ -1,4 +1,4 @@
-"""A benchmark's result, for people."""
+"""A benchmark's result as text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _row(title: str, score: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows on how it ran."""
+    """The rows on engine, threads and caches."""
     how, scores = document["how"], document["scores"]
     rows = []
     for name in ("save", "load", "hot"):
@@ -99,7 +99,7 @@ def _resident(how: Mapping[str, Any]) -> str:
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 
-#: As much as fits on a line; the JSON has all.
+#: As many as fit on a line; the JSON has all.
 _RANKS = 16
 
 

@@ -1,4 +1,4 @@
-"""Other formats to a checkpoint, and a checkpoint to other formats."""
+"""Converts other formats to a checkpoint, and a checkpoint to other formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Converted:
 def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> Converted:
     """Make a checkpoint of ``source``, whose format follows from its content and its name.
 
-    With ``expand``, many times the bytes of the source may be written, where tensors are expanded or overlap.
+    With ``expand``, many times the bytes of the source may be written, if tensors are expanded or overlap.
     """
     _check("import", source, destination, overwrite=overwrite)
     if (source / MANIFEST).exists():
@@ -103,7 +103,7 @@ def export(
 
 
 def _check(operation: str, source: Path, destination: Path, *, overwrite: bool | None) -> None:
-    """Check both paths; ``overwrite`` is None where nothing can be replaced."""
+    """Check both paths; ``overwrite`` is None if nothing can be replaced."""
     refuse_url(operation, str(source))
     refuse_url(operation, str(destination))
     if not os.path.lexists(source):

@@ -29,7 +29,7 @@ DAMAGED = (
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, or a value: where it begins and its sizes, and the bytes that hold it."""
+    """A box of a tensor, or a value: its start and sizes, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,14 +48,14 @@ class Item(NamedTuple):
 
 
 class Directory:
-    """A directory that torch wrote: its table is read, and its files are mapped on demand.
+    """A directory that torch wrote: the table is read, and files are mapped on demand.
 
     Attributes:
         items: its entries, by dotted keys.
 
     Raises:
         CorruptCheckpointError: it is damaged.
-        UnsupportedTypeError: it was written with extensions, or its table holds values that are not read.
+        UnsupportedTypeError: it was written with extensions, or its table holds unsupported values.
     """
 
     def __init__(self, source: Path) -> None:
@@ -119,7 +119,7 @@ class Directory:
         return Piece(offsets, sizes, file, begin, length)
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the table and the values; and of files with values, whose private mappings count as memory."""
+        """Bytes of the table and the values, and of files with values, whose private mappings count as memory."""
         values = [item.pieces[0] for item in self.items.values() if item.sizes is None]
         size = (self.source / METADATA_FILE).stat().st_size + sum(piece.length for piece in values)
         return size, sum(file.stat().st_size for file in {self.source / one.file for one in values} if file.is_file())

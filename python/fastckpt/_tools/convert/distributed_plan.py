@@ -1,7 +1,7 @@
-"""Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory, and back.
+"""Converts directories of torch.distributed.checkpoint to checkpoints and back, without the state in memory.
 
-The contents of a directory are a plan for our own writer. Its files are mapped, and the save reads each byte from there
-in its turn. The way back is torch's own save of the mapped state.
+The contents of a directory are a plan for fastckpt's writer. Its files are mapped, and the save reads each byte from
+the mapping when it needs it. An export is torch's own save of the mapped state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands out the contents of the directory; ``values`` are those that have been read already."""
+    """Returns the contents of the directory; ``values`` are the values that were read already."""
 
     def __init__(self, directory: Directory, values: dict[str, Any]) -> None:
         super().__init__()

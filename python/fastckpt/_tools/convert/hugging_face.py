@@ -1,7 +1,7 @@
-"""A checkpoint to a directory as Hugging Face lays it out, without holding the state in memory.
+"""Exports a checkpoint to a directory in Hugging Face's layout, without holding the state in memory.
 
-Checkpoints written by a save have this layout already. This writes another checkpoint, with nothing but the model's
-tensors in it, under the names that their readers want, and with the files that they look for.
+Checkpoints written by a save already have this layout. An export writes another checkpoint, with only the model's
+tensors, under the names that readers expect, and with the files that they look for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BESIDE = (
 )
 #: A link may lead to a private file, and opening a pipe would block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-#: Tokens whose parts are not tensors of their own (docs/format.md, section 4).
+#: Tokens whose parts are not separate tensors (docs/format.md, section 4).
 _MADE = ("coo", "compressed", "quantized", "expanded")
 #: Wrapper tensors are a tuple of a dict of the tensors in them, a context, sizes, strides, and at times flags.
 _WRAPPERS = (["tuple", 4], ["tuple", 5])
@@ -55,11 +55,11 @@ def write(
     Args:
         source: a checkpoint.
         destination: a new directory.
-        keys: glob patterns over names; None takes the tensors of the model's files.
+        keys: glob patterns over names; None selects the tensors of the model's files.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
         strip_prefix: prefixes to remove from names.
-        files: files to copy; those of a model in the checkpoint come along, unless they are links.
-        shard_size: bytes a file, about.
+        files: files to copy; a model's files in the checkpoint are copied, too, unless they are links.
+        shard_size: approximate bytes per file.
 
     Returns:
         The number of tensors, their bytes, and the names of the further files.
@@ -100,7 +100,7 @@ def write(
 
 
 def _parts(tokens: list[Any]) -> set[int]:
-    """The numbers of tensors that mean something only together."""
+    """The numbers of tensors that have a meaning only together."""
     found = set()
     ends = ends_of(tokens)
     for position, token in enumerate(tokens):
@@ -151,7 +151,7 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
 
 
 def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
-    """The files that go along, by name: the user's, and those of a model in the checkpoint."""
+    """The files to copy, by name: the user's, and a model's files in the checkpoint."""
     found: dict[str, Any] = {path.name: path for path in given}
     if len(found) < len(given):
         raise CheckpointError(f"cannot export {source}: --files gives two files of one name: rename one")

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-#: Bytes that a safetensors header may have; an index names no more tensors.
+#: Bytes that a safetensors header may have; an index may not name more tensors.
 HEADER = MAX_HEADER
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
-#: The formats of an export, with the options that only some have, and those that names of files tell.
+#: The formats of an export, with options that only some have, and the formats that file names identify.
 FORMATS = {
     "hf": ("overwrite", "strip_prefix", "files", "shard_size"),
     "safetensors": ("overwrite", "expand"),
@@ -27,7 +27,7 @@ BY_NAME = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin
 
 
 def torch_for(operation: str, source: Path) -> Any:
-    """Return the module torch, or raise an error that it is needed."""
+    """Return the module torch, or raise an error that it is required."""
     try:
         from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
@@ -39,7 +39,7 @@ def torch_for(operation: str, source: Path) -> Any:
 
 
 def unpickling_torch_for(source: Path) -> Any:
-    """The same, for a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
+    """As :func:`torch_for`, for a version whose unpickler executes nothing: before 2.6 a file could execute code."""
     torch = torch_for("import", source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
@@ -50,7 +50,7 @@ def unpickling_torch_for(source: Path) -> Any:
 
 
 def refuse_growth(operation: str, source: Path, written: int, read: int) -> None:
-    """Refuse to write many times the bytes that are read, unless asked to.
+    """Refuse to write many times the bytes that are read, unless requested.
 
     Args:
         operation: ``import`` or ``export``.
@@ -67,7 +67,7 @@ def refuse_growth(operation: str, source: Path, written: int, read: int) -> None
 
 
 def safetensors_for(operation: str, source: Path) -> ModuleType:
-    """Return the module safetensors with its part for torch, or raise an error that it is needed."""
+    """Return the module safetensors with its part for torch, or raise an error that it is required."""
     torch_for(operation, source)
     try:
         import safetensors.torch  # noqa: PLC0415 - an optional dependency
@@ -79,12 +79,12 @@ def safetensors_for(operation: str, source: Path) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """Return the gist of an exception whose message is a page."""
+    """Return the first sentence of a long exception message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def regular(source: Path) -> None:
-    """Refuse anything but a file: opening a pipe would block, and a device may have no end."""
+    """Refuse anything but a file: opening a pipe would block, and a device may be endless."""
     if not source.is_file():
-        source.stat()  # where there is nothing, that is the error
+        source.stat()  # if nothing is there, that is the error
         raise CheckpointError(f"cannot import {source}: it is not a regular file; give a file or a directory")

@@ -1,4 +1,4 @@
-"""A checkpoint as one file: of safetensors, or of torch.save."""
+"""Exports a checkpoint to one file: of safetensors, or of torch.save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
-    """The state to write, if ``destination`` is a place for it: verified, and mapped, so that it need not fit."""
+    """The verified and mapped state to write, if ``destination`` is valid; it need not fit into memory."""
     if destination.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a directory, and a file cannot replace it", str(destination))
     # The writers of torch and safetensors raise one exception for everything, without an errno.
@@ -43,7 +43,7 @@ def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
 
 @contextmanager
 def replacing(destination: Path) -> Iterator[Path]:
-    """Yield a name beside ``destination``: what the block writes there takes its place, durable, or goes."""
+    """Yield a name beside ``destination``: a file written there replaces it durably, or is removed after an error."""
     with scratch(destination.parent, "export") as (directory, _):
         temporary = directory / destination.name
         try:
@@ -59,7 +59,7 @@ def replacing(destination: Path) -> Iterator[Path]:
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind one of torch, whose archives fail anew at their end."""
+    """The system's error behind an error of torch, whose archives fail again when they are closed."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -89,7 +89,7 @@ def write_safetensors(
     dtypes: dict[Any, tuple[str, int]] = {}
     names = 0
     for path, leaf in leaves(state):
-        # The patterns also match values, which have no place in a file of tensors.
+        # The patterns also match values, which a file of tensors cannot hold.
         if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
             continue
         tensor = _storable(leaf, path, source, library, torch, dtypes)
@@ -104,7 +104,7 @@ def write_safetensors(
         raise CheckpointError(f"cannot export {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
     if not expand:
         check_growth(source, sum(tensor.nbytes for tensor in tensors.values()))
-    # By falling element size, so that each begins at a multiple of its own.
+    # By falling element size, so that each begins at a multiple of its element size.
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(order, dtypes, source)
     with replacing(destination) as temporary:
@@ -144,7 +144,7 @@ def _too_many_names(source: Path) -> UnsupportedTypeError:
 def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch: Any) -> None:
     """Write one safetensors file and sync it.
 
-    Tied tensors are written under each of their names, because the format has no word for them; the library, which
+    Tied tensors are written under each of their names, because the format cannot express ties; the library, which
     refuses tensors that share memory, would need a copy of each.
     """
     with path.open("xb") as file:
@@ -157,7 +157,7 @@ def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch:
 
 
 def _open(path: Path, source: Path, library: ModuleType) -> None:
-    """Open the written file as its readers will: a file that they refuse must replace nothing."""
+    """Open the written file as readers do: a file that they refuse must not replace another."""
     try:
         with library.safe_open(path, framework="pt"):
             pass
@@ -178,7 +178,7 @@ def _storable(
 ) -> Any:
     """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
 
-    Notes the format's name of its dtype, and how many values of the format one element is.
+    It collects the format's name of its dtype, and the number of the format's values per element.
     """
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):
@@ -192,7 +192,7 @@ def _storable(
     else:
         try:
             if leaf.dtype not in dtypes:
-                # The library knows; an element of torch can be several values of the format (FP4: two).
+                # As the library has it; an element of torch can be several values of the format (FP4: two).
                 raw = library.torch.save({"": torch.empty(1, dtype=leaf.dtype)})
                 entry = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[""]
                 dtypes[leaf.dtype] = entry["dtype"], entry["shape"][0]

@@ -1,8 +1,8 @@
-"""A check of a file of ``torch.save`` before it is read: in a process of its own, because its memory is unbounded.
+"""Checks a file of ``torch.save`` before it is read, in a separate process, because it may need unbounded memory.
 
-Nothing in a pickle is executed, and yet a few bytes of it can name a list many times over, ask for gigabytes, or make
-keys that collide. So a child reads the file first, and makes tokens of it, with as much memory and time as a file of
-its size may take.
+Nothing in a pickle is executed, but a few bytes can name a list many times over, request gigabytes, or make colliding
+keys. So a child first reads the file and converts it to tokens, with limits of memory and time that depend on the
+file's size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
 #: Processor seconds: for any file, and bytes for which one more is allowed.
 _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 
-#: It must find the modules that this process finds, and no others: not those of its working directory.
+#: It must find exactly the modules that this process finds, and none in its working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
@@ -34,7 +34,7 @@ look(sys.argv[1], int(sys.argv[2]))
 
 
 class RefusedError(Exception):
-    """The child's error. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
+    """The child's error. ``kind`` is the name of its exception's type, or None if it exceeded its limits."""
 
     def __init__(self, kind: str | None, reason: str, errno: int | None = None) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ def check(source: Path) -> None:
             pass_fds=[answer.fileno()],
             check=False,
         )
-        # The child has moved the file position, which both share.
+        # The child has moved the shared file position.
         answer.seek(0)
         text = answer.read()
     if done.returncode == 0 and not text:
@@ -92,7 +92,7 @@ def _answer() -> BinaryIO:
 
 
 def look(path: str, answer: int) -> None:
-    """In the child: read the file, and answer in JSON: with an exception, or with an empty object."""
+    """In the child: read the file, and answer in JSON, with an exception or an empty object."""
     from fastckpt._state.flatten import flatten  # noqa: PLC0415
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - before the limits, which are for the file alone
     from fastckpt.exceptions import CheckpointError  # noqa: PLC0415
@@ -106,14 +106,14 @@ def look(path: str, answer: int) -> None:
             _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
             flatten(load(module.torch, path), operation="import")
     except CheckpointError:
-        pass  # the save says it better
+        pass  # the save reports it better
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
         kind = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         errno = error.errno if isinstance(error, OSError) else None
         found = {"kind": kind, "reason": str(error), "errno": errno}
     with open(answer, "w", encoding="ascii") as file:
         json.dump(found, file)
-    os._exit(0)  # what it made need not be taken apart
+    os._exit(0)  # its objects need not be freed one by one
 
 
 def _look_at_directory(path: str) -> None:
@@ -143,7 +143,7 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
 
 @contextlib.contextmanager
 def bounded(size: int, mapped: int = 0) -> Iterator[None]:
-    """Within it, this process may take as much memory more as the child may: the file may have changed meanwhile."""
+    """A context with the child's memory limit for this process: the file may have changed meanwhile."""
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -156,7 +156,7 @@ def bounded(size: int, mapped: int = 0) -> Iterator[None]:
 
 
 def _data(size: int, mapped: int = 0) -> int:
-    """Bytes of memory that this process may have while it reads a file of that size."""
+    """The most bytes of memory for this process while it reads a file of that size."""
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no pathlib needed
@@ -177,5 +177,5 @@ def _limit(size: int, mapped: int = 0) -> None:
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
     lower(resource.RLIMIT_DATA, _data(size, mapped))
-    # A child that is ended by its limits sends nothing.
+    # A child that is killed by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)

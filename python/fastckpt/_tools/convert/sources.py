@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the state in ``source`` and the metadata that came with it."""
+    """Return the state and the metadata in ``source``."""
     if source.is_dir():
         return _read_hugging_face(source)
     regular(source)
@@ -95,7 +95,7 @@ def _read_safetensors(
 
 
 def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return the tensors of a model that Hugging Face has laid out in one or in several safetensors files."""
+    """Return the tensors of a model in Hugging Face's layout, in one or several safetensors files."""
     index = source / HUGGING_FACE_INDEX
     if not index.exists():
         files = sorted(source.glob("*.safetensors"))

@@ -1,7 +1,7 @@
 """Pickles of torch.distributed.checkpoint, read with a fixed list of allowed names. Nothing else is imported.
 
-A name in a pickle is resolved to a recorder: it takes checked arguments, and nothing can be set on it. No class of
-numpy's is found, because numpy believes the states that its classes are given. Tensors are not read: they become views
+A name in a pickle resolves to a recorder, which accepts checked arguments, and on which no attribute can be set.
+Classes of numpy are never found, because numpy trusts the states that it gets. Tensors are not read: they become views
 of the mapped file.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-#: Of torch's file format of a zip archive, the length of an entry's header without its name and extras.
+#: The length of an entry's header in a zip archive, without its name and extras.
 _LOCAL_HEADER = 30
 _DIMENSIONS = 64
 _DTYPE_OF_STORAGE = {
@@ -43,7 +43,7 @@ _DTYPE_OF_STORAGE = {
 
 
 class Record:
-    """Stands for an object of torch's: it has the attributes, and does nothing."""
+    """Stands for an object of torch: it has the attributes, and does nothing."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -117,7 +117,7 @@ def _layout(name: Any) -> str:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """The function from which the second protocol of pickles makes bytes."""
+    """The function with which the second pickle protocol makes bytes."""
     if encoding != "latin1" or type(text) is not str:
         raise pickle.UnpicklingError("bytes in another encoding")
     return text.encode("latin1")
@@ -142,7 +142,7 @@ def _plain(value: Any, *kinds: type) -> Any:
 
 
 def _taking(kind: Any, *kinds: type, most: int = 1) -> Recorder:
-    """A built-in class whose arguments are of these types alone."""
+    """A built-in class whose arguments are only of these types."""
 
     def make(*arguments: Any) -> Any:
         if len(arguments) > most:
@@ -189,7 +189,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    # Not getattr, which makes torch import modules of its own.
+    # Not getattr, which makes torch import further modules.
     found = vars(torch).get(name)
     return found if type(found) is torch.dtype else None
 
@@ -202,7 +202,7 @@ class MetadataUnpickler(pickle.Unpickler):
         self._torch = torch
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the fixed list."""
+        """A name from the fixed list."""
         known = KINDS.get((module, name)) or _PLAIN.get((module, name))
         if known is None and module.partition(".")[0] == "pathlib" and name in _PATHS:
             known = Recorder(_path)
@@ -236,7 +236,7 @@ class Archive:
         """The value, its tensors as views of the mapping.
 
         Raises:
-            UnpicklingError: there is more in it than plain values and tensors.
+            UnpicklingError: it holds more than plain values and tensors.
         """
         if self._zip.getinfo(self._name).compress_type:
             raise zipfile.BadZipFile("its data.pkl is compressed, which torch does not do")
@@ -270,7 +270,7 @@ _OPCODES = (
 
 
 def _on(opcode: bytes, *kinds: type, marked: bool) -> Callable[[Any], None]:
-    """The effect of an opcode that adds to a container: on one of these types, and on nothing else."""
+    """The effect of an opcode that adds to a container, only for these types."""
     add = _Unpickler.dispatch[opcode[0]]
 
     def checked(reader: Any) -> None:
@@ -282,7 +282,7 @@ def _on(opcode: bytes, *kinds: type, marked: bool) -> Callable[[Any], None]:
 
 
 def _build(reader: Any) -> None:
-    """Give a state: an array its elements, an OrderedDict its attributes, and nothing to anything else."""
+    """Set a state: the elements of an array, or the attributes of an OrderedDict; refuse any other."""
     state = reader.stack.pop()
     made = reader.stack[-1]
     if type(made) is _Dtype:
@@ -372,14 +372,14 @@ class _ItemUnpickler(_Unpickler):  # type: ignore[misc]
         return self._torch.nn.Parameter(data, requires_grad=_plain(grad, bool))
 
 
-#: Elements of numpy's that are read, by the codes of pickled dtypes: numbers, text, bytes; times; objects.
+#: Supported elements of numpy, by the codes of pickled dtypes: numbers, strings, bytes; times; objects.
 _CODE = r"b1|[iu][1248]|f[248]|c(8|16)|[SU][0-9]{1,6}"
 _TIMES, _OBJECTS = ("m8", "M8"), "O8"
 _UNITS = frozenset({b"generic", *(unit.encode() for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns"))})
 
 
 class _Dtype:
-    """Stands for a plain dtype of numpy's: its code, its byte order and the unit of a time."""
+    """Stands for a plain dtype of numpy: its code, its byte order and the unit of a time."""
 
     __slots__ = ("code", "order", "unit")
 
@@ -401,12 +401,12 @@ class _Dtype:
             self.unit = "" if unit == b"generic" else f"[{number}{unit.decode()}]"
 
     def plain(self) -> np.dtype[Any]:
-        """The dtype of numpy's."""
+        """The numpy dtype."""
         made: np.dtype[Any] = np.dtype("O" if self.code == _OBJECTS else f"{self.order}{self.code}{self.unit}")
         return made
 
 
-#: Replaces ``numpy.ndarray`` where a pickle makes an array.
+#: Replaces ``numpy.ndarray`` when a pickle makes an array.
 _ARRAY = Recorder(lambda *_: _refuse("numpy", "ndarray"))
 
 
@@ -427,7 +427,7 @@ def _array(kind: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _fill(made: Any, state: Any) -> None:
-    """Give an empty array its shape, dtype and elements, whose number is compared."""
+    """Give an empty array its shape, dtype and elements, whose number is checked."""
     _, shape, dtype, fortran, content = _plain(state, tuple)
     shape, found = size(shape), _plain(dtype, _Dtype).plain()
     if made.shape != (0,) or made.dtype != np.int8 or type(fortran) is not bool:

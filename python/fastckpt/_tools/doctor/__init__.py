@@ -1,7 +1,7 @@
-"""Diagnoses a directory for checkpoints: facts are gathered, judged, and shown, each in a file of its own.
+"""Diagnoses a directory for checkpoints: facts are gathered, judged, and shown, each in a separate file.
 
-:mod:`facts` looks, :mod:`measure` times, :mod:`findings` and :mod:`ring` judge without looking at anything but the
-facts, and :mod:`command` shows the result.
+:mod:`facts` gathers, :mod:`measure` times, :mod:`findings` and :mod:`ring` judge by the facts only, and :mod:`command`
+shows the result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Diagnosis", "Finding", "doctor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One problem, or one thing that could be better.
+    """One problem, or one possible improvement.
 
     Attributes:
-        code: a stable name, as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
-        level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than it
-            could), ``note`` (good to know).
+        code: a stable name, such as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
+        level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than
+            possible), ``note`` (information).
         text: the finding, in a sentence.
         evidence: the facts behind it.
         remedies: the remedies, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
@@ -38,17 +38,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What :func:`doctor` found.
+    """The result of :func:`doctor`.
 
     Attributes:
-        status: 0 for all well, 1 for warnings, 2 where no checkpoint can be made: the command's exit status.
-        verdict: that in a sentence.
+        status: 0 for all well, 1 for warnings, 2 if no checkpoint can be made: the command's exit status.
+        verdict: the status in a sentence.
         engine: the engine of a save with ``io="auto"`` (or ``FASTCKPT_IO``) here: ``uring``, ``threads`` or
             ``buffered``.
-        why: why that one.
+        why: the reason for the engine.
         findings: the worst first.
-        facts: everything that was looked at, as JSON can hold it; ``docs/doctor.md`` describes the keys. Sizes are
-            bytes, speeds GB/s of 10^9 bytes.
+        facts: everything that was examined, as JSON values; ``docs/doctor.md`` describes the keys. Sizes are bytes,
+            speeds GB/s of 10^9 bytes.
     """
 
     status: int
@@ -59,21 +59,20 @@ class Diagnosis:
     facts: Mapping[str, Any]
 
     def document(self) -> dict[str, Any]:
-        """Return the whole as JSON can hold it."""
+        """Return all of it as JSON values."""
         return {**asdict(self), "findings": [asdict(finding) for finding in self.findings]}
 
 
 def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
     """Report how checkpoints in a directory are written and read, what slows them down, and how to change that.
 
-    Takes about three seconds with the measurement, a fraction of one without. It uses temporary files in the directory,
-    of at most a tenth of its free space and 256 MiB, and removes them also when it is interrupted. torch is not
-    imported.
+    It takes about 3 s with the measurement, less than 1 s without. It uses temporary files in the directory, of at most
+    a tenth of its free space and 256 MiB, and removes them even if it is interrupted. It does not import torch.
 
     Args:
-        path: the directory that holds the checkpoints. If it does not exist, the finding says so.
-        probe: measure as well: write and read for about two seconds, plainly and through
-            :func:`fastckpt.save` and :func:`fastckpt.load`.
+        path: the directory that holds the checkpoints. If it does not exist, a finding reports that.
+        probe: measure as well: write and read for about two seconds, with plain I/O and through :func:`fastckpt.save`
+            and :func:`fastckpt.load`.
 
     Returns:
         The diagnosis. Problems with the directory are findings, not exceptions.

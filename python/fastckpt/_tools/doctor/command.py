@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Diagnose; return exit status, JSON document and lines."""
     from . import facts, findings  # noqa: PLC0415 - the parser of every command is made with this file
 
-    # A trial is of no interest to the monitor, and the counters of a process stay for ten minutes after its end.
+    # The monitor should not show a trial, and the counters of a process stay for ten minutes after its end.
     found = findings.diagnose(facts.collect(str(options.path), measured=not options.no_probe, counted=False))
     return found.status, found.document(), lines(found)
 
@@ -53,7 +53,7 @@ def lines(found: Diagnosis) -> list[str]:
 
 
 def _finding(finding: Finding, container: str | None) -> list[str]:
-    """Return a finding's lines, with the remedies that fit the place: all of them where it is not known."""
+    """Return a finding's lines, with the remedies that fit the environment: all of them if it is unknown."""
     head = textwrap.wrap(f"{finding.level}: {finding.text} [{finding.code}]", _WIDTH, subsequent_indent="  ")
     body = [f"  because {reason}" for reason in finding.evidence]
     here = {place: text for place, text in finding.remedies.items() if place in (container, "any")}
@@ -109,7 +109,7 @@ def _io_rows(io: Mapping[str, Any]) -> dict[str, str]:
     else:
         passes = {
             True: "goes past the page cache",
-            False: "is buffered all the same",
+            False: "is buffered anyway",
             None: "may use the page cache",
         }
         direct = f"works, {passes[io['direct_bypasses']]}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds from the start; drivers without persistence mode take about one a device.
+#: Seconds from the start; drivers without persistence mode take about 1 s per device.
 _PATIENCE = 3.0
 
 #: cuInit, cuDriverGetVersion and cuDeviceGetCount of the driver API.
@@ -33,7 +33,7 @@ print(json.dumps({"devices": devices, "version": f"{version // 1000}.{version % 
 
 @contextlib.contextmanager
 def asking() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Query while the block runs; the value is a function that waits for the answer.
+    """A context that runs the query; its value is a function that waits for the answer.
 
     The answer has ``devices`` (a number, None if unknown), ``version`` (the newest CUDA that the driver runs) and
     ``error``.
@@ -59,7 +59,7 @@ def asking() -> Iterator[Callable[[], dict[str, Any]]]:
         with contextlib.suppress(ValueError):
             return {**nothing, **json.loads(out)}
         if "libcuda.so.1" in complaint:
-            return {**nothing, "devices": 0, "error": "no driver: libcuda.so.1 is not there"}
+            return {**nothing, "devices": 0, "error": "no driver: libcuda.so.1 is missing"}
         return {**nothing, "error": complaint.strip().rpartition("\n")[2] or f"exit status {child.returncode}"}
 
     try:

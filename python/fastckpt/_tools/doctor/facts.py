@@ -1,6 +1,6 @@
 """The facts: reports of the kernel, the file system and the process. No judgement.
 
-Answers of the system are ``"ok"``, the name of an errno, or None where nothing was asked.
+Answers of the system are ``"ok"``, the name of an errno, or None if nothing was queried.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
-#: The kernel version that gVisor reports, whatever runs below.
+#: The kernel version that gVisor reports on any host.
 _GVISOR = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
-#: Clients of storage elsewhere, by the names that they mount under.
+#: Clients of remote storage, by the names of their mounts.
 _NETWORK = (
     *("nfs", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph", "cifs", "smb3", "9p", "virtiofs", "beegfs", "wekafs"),
     *("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.mount-s3", "fuse.blobfuse2", "fuse.juicefs", "fuse.glusterfs"),
@@ -40,13 +40,13 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     Args:
         directory: the directory for checkpoints.
         measured: whether to time reading and writing.
-        counted: whether the saves made for that show in the live counters.
+        counted: whether these saves show in the live counters.
         root: the directory that contains ``/proc``, ``/sys`` and the like.
     """
     refuse_url("doctor", directory)
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
-        with Signals(held=True):  # the core, too, makes files and removes them, in milliseconds
+        with Signals(held=True):  # the core also makes and removes files, in milliseconds
             probe = fastckpt.tools.probe(directory)
         found: dict[str, Any] = {
             "kernel": _kernel(root),
@@ -77,7 +77,7 @@ def _name(number: int | None) -> str | None:
     """Return an answer as text."""
     if number is None:
         return None
-    # The two names of one number: the manual pages speak of this one.
+    # This number has two names: the manual pages use this one.
     names = {0: "ok", errno.EOPNOTSUPP: "EOPNOTSUPP"}
     return names.get(number) or errno.errorcode.get(number, str(number))
 
@@ -115,7 +115,7 @@ def _container(root: Path) -> str | None:
 
 def _process(root: Path) -> dict[str, Any]:
     status = dict(re.findall(r"^(\w+):\t(.*)$", _text(root / "proc/self/status") or "", re.MULTILINE))
-    # Capabilities count for these matters only in the first user namespace.
+    # For these checks, capabilities count only in the initial user namespace.
     first = (_text(root / "proc/self/uid_map") or "").split() == ["0", "0", "4294967295"]
     held = int(status.get("CapEff", "0"), 16) if first else 0
     return {
@@ -180,7 +180,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
     with contextlib.suppress(OSError):
         room = os.statvfs(path)
     if room and not room.f_blocks:
-        room = None  # it does not say (ramfs, some of FUSE)
+        room = None  # it does not report it (ramfs, some of FUSE)
     found |= {
         "free_bytes": room and room.f_bavail * room.f_frsize,
         "total_bytes": room and room.f_blocks * room.f_frsize,
@@ -192,7 +192,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
 
 
 def file_system(directory: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return type, source, mount point and options of the file system of a directory, None where it is unknown."""
+    """Return type, source, mount point and options of the file system of a directory, None if unknown."""
     return _mount(os.path.realpath(directory), _text(Path("/proc/self/mountinfo")) or "")
 
 
@@ -246,7 +246,7 @@ def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path)
 
 def _counters_at(needed: int, directory: Path, refused: str | None, root: Path) -> dict[str, Any]:
     writable, free = False, None
-    # A save does not look there either: it might block for ever.
+    # A save does not look there either: it might block without end.
     if refused is None:
         there = directory if directory.exists() else directory.parent
         writable = os.access(there, os.W_OK | os.X_OK)
@@ -282,7 +282,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built for, or None. Read, not imported: that would take seconds."""
+    """Return the CUDA version that torch was built for, or None. Read without an import, which takes seconds."""
     spec = None
     with contextlib.suppress(ValueError, ImportError):
         spec = importlib.util.find_spec("torch")

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _LEVELS = ("error", "warning", "note")
-#: Bytes; with less than this free, no model of a useful size fits.
+#: Bytes: with less free space, no model of a useful size fits.
 _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
 
-#: Step refused -> code, sentence, remedy. In a container, another remedy is often closer at hand.
+#: Step refused -> code, sentence, remedy. In a container, another remedy is often easier.
 _TROUBLES = {
     "ENOENT": (
         "directory-missing",
@@ -88,7 +88,7 @@ def _takes_direct(io: Mapping[str, Any]) -> bool:
 
 
 def _directory(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether anything can be written at all, and how much."""
+    """Whether the directory can be written, and the space left."""
     where = facts["directory"]
     trouble, free, inodes = where["trouble"], where["free_bytes"], where["free_inodes"]
     if trouble:
@@ -118,7 +118,7 @@ def _ring(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if cause and facts["engine"]["requested"] in ("auto", "uring"):
         yield cause
     memlock, process = facts["process"]["memlock"]["soft"], facts["process"]
-    # A ring takes a few pages of locked memory, and each thread of each rank has one: 64 KiB suffice for about eight.
+    # A ring needs a few pages of locked memory, and each thread of each rank has one: 64 KiB suffice for about eight.
     if not cause and memlock is not None and memlock < 1 << 20 and not process["ipc_lock"]:
         yield Finding(
             code="little-memlock",
@@ -178,7 +178,7 @@ def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="direct-buffered",
             level="warning",
-            text=f"{where['type']} takes O_DIRECT, but writes through the page cache all the same",
+            text=f"{where['type']} accepts O_DIRECT, but writes through the page cache anyway",
             evidence=("cachestat sees the pages of a direct write in the cache", uncached),
             remedies={"any": _under(where) or elsewhere},
         )
@@ -206,7 +206,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
             evidence=(f"{where['mount']} is {where['type']}",),
             remedies={"any": "save to a disk or a shared file system"},
         )
-    # A container's own layer, or an overlay that was mounted for another reason.
+    # A container's own layer, or an overlay with another purpose.
     if where["type"] == "overlay":
         container = where["mount"] == "/" and facts["container"] in ("docker", "podman", "kubernetes")
         yield Finding(
@@ -235,7 +235,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Features for a commit that the file system lacks. It does without."""
+    """Features for a commit that the file system lacks; the commit works without them."""
     io = facts["io"]
     if io is None:
         return
@@ -321,7 +321,7 @@ def _cores(facts: Mapping[str, Any]) -> Iterator[Finding]:
         f"{cpu['online']} online, {cpu['affinity']} in the affinity mask",
         f"quota {cpu['quota'] or 'none'}, LOCAL_WORLD_SIZE {cpu['local_world_size'] or 'unset'}",
     )
-    # Under torchrun with bound ranks the mask is a rank's own; without, it is that of all ranks.
+    # Under torchrun with bound ranks the mask is that of one rank, otherwise that of all ranks.
     if usable < 1 or ranks > cpu["affinity"]:
         text = f"less than one core a process: {usable:g} for {count(ranks, 'rank')}"
         yield Finding(code="few-cores", level="warning", text=text, evidence=evidence, remedies=_MORE_CORES)
@@ -361,7 +361,7 @@ def _cuda(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _measured(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether the trial save and load went through."""
+    """Whether the trial save and load succeeded."""
     measured = facts["measured"]
     if measured and measured["error"]:
         failed = not measured["error"].startswith("not measured")

@@ -1,4 +1,4 @@
-"""About two seconds of writing and reading: plainly, and through save and load. Its files are removed."""
+"""Measures about two seconds of writing and reading: with plain I/O, and by save and load. It removes its files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-#: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
+#: Bytes of a plain operation, and the number of threads with one in flight each: enough for the devices so far.
 _BLOCK, _THREADS = 4 << 20, 4
 #: The most bytes to write at a time, and the divisors of the free space on the disk and in memory.
 _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
-#: The least state that tells the engine: below 2 MiB a save is one operation, without a ring.
+#: The smallest state that shows the engine: below 2 MiB a save is one operation, without a ring.
 TELLING = 4 << 20
 #: The limit if the free space is unknown.
 _UNKNOWN = 16 << 20
-#: The greatest ratio of a second piece to the first: the first took little time, and predicts little.
+#: The greatest ratio of a second piece to the first, whose time was short and predicts little.
 _GROWTH = 16
 #: Seconds that one direction of the plain part should take, and all rounds of save and load together.
 _PLAIN, _ROUNDS = 0.3, 0.8
@@ -93,7 +93,7 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # More each time, until it takes long enough. The first one means little: another process's sync may slow it
+        # More each time, until it takes long enough. The first time means little: another process's sync may slow it
         # down.
         size = _LEAST
         for turn in itertools.count():
@@ -118,7 +118,7 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
 
 
 def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview, int], int]) -> int:
-    """Move ``size`` bytes with a thread for each block of memory; returns those that were moved by a deadline."""
+    """Move ``size`` bytes with a thread for each block of memory; returns the bytes moved by a deadline."""
     offsets = iter(range(0, size, _BLOCK))
     deadline = time.perf_counter() + 2 * _PLAIN
     moved = [0] * len(blocks)
@@ -142,7 +142,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
         for thread in threads:
             thread.join()
     finally:
-        # When Ctrl-C has ended the wait, no thread may still use the descriptor: its number may be another file's next.
+        # After Ctrl-C has ended the wait, no thread may use the descriptor: its number may soon be another file's.
         stop.set()
         for thread in threads:
             thread.join()
@@ -183,7 +183,7 @@ def _rounds(directory: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _forget(file: Path) -> None:
-    """Let the page cache go of a file, as far as it does: a load after a restart finds nothing there."""
+    """Drop a file from the page cache, as far as possible: after a restart, a load finds nothing there."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,8 @@
-"""Why there is no io_uring: the single cause, from the evidence. Looks at nothing but the facts.
+"""Why io_uring is not available: the single cause, only from the facts.
 
-A filter (seccomp) answers before the kernel does, and usually to all three calls of io_uring; the kernel answers
-``io_uring_enter`` and ``io_uring_register`` without a ring by ``EBADF`` or ``EINVAL``, whatever its settings. So a
-refusal of those two proves a filter. Where only ``io_uring_setup`` is refused, the settings decide.
+A seccomp filter answers before the kernel does, and usually all three calls of io_uring. Without a ring, the kernel
+answers ``io_uring_enter`` and ``io_uring_register`` by ``EBADF`` or ``EINVAL``, whatever its settings. So another
+refusal of these two proves a filter. If only ``io_uring_setup`` is refused, the settings decide.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _cause(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 - o
             "no memory for a ring",
             {"any": "give the process or its control group more memory"},
             [
-                "RLIMIT_MEMLOCK does not bind here",
+                "RLIMIT_MEMLOCK does not apply here",
             ],
         )
     if answer in ("EMFILE", "ENFILE"):
@@ -144,7 +144,7 @@ def _cause(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 - o
 
 
 def _refused(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 - one for each cause
-    """Tell filter, setting, security module and a kernel without io_uring apart."""
+    """Distinguish a filter, a setting, a security module and a kernel without io_uring."""
     ring, process, release = facts["io_uring"], facts["process"], facts["kernel"]["release"]
     filtered = process["seccomp"] == 2  # noqa: PLR2004 - SECCOMP_MODE_FILTER
     proved = any(ring[call] in _REFUSALS for call in ("enter", "register"))
@@ -193,13 +193,13 @@ def _disabled(facts: Mapping[str, Any]) -> bool:
 
 
 def _should_have(release: str) -> bool:
-    """Whether a kernel of this release usually has io_uring (Linux 5.1; RHEL 8 and early 9 have it not)."""
+    """Whether a kernel of this release usually has io_uring (Linux 5.1; RHEL 8 and early 9 lack it)."""
     version = re.match(r"(\d+)\.(\d+)", release)
     return version is not None and (int(version[1]), int(version[2])) >= (5, 1) and not re.search(r"\.el[89]", release)
 
 
 def _whose(answer: str, facts: Mapping[str, Any]) -> str:
-    """Return whose filter it probably is."""
+    """Return the probable owner of the filter."""
     known = {
         ("docker", "EPERM"): "Docker's default profile, since 25.0",
         ("podman", "ENOSYS"): "Podman's default profile",

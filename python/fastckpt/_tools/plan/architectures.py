@@ -33,10 +33,10 @@ class _Family:
 
     Attributes:
         tied: whether the output shares the embedding's weights by default.
-        norms: normalisations a layer.
+        norms: normalisations per layer.
         qkv_bias: whether query, key and value projections have biases, whatever ``attention_bias`` is.
-        qk_norm: whether queries and keys are normalised a head.
-        experts: the field that holds the number of routed experts, if it has some; transformers 5 may write
+        qk_norm: whether queries and keys are normalised per head.
+        experts: the field that holds the number of routed experts, if any; transformers 5 may write
             ``num_local_experts`` instead.
         expert_size: the field that holds their width.
     """
@@ -94,8 +94,8 @@ def read(path: str | os.PathLike[str]) -> Count:
         path: the file, or the directory that holds it.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not JSON, or describes a model that is not understood.
+        FileNotFoundError: it does not exist.
+        ValueError: it is not JSON, or describes an unsupported model.
     """
     file = Path(path)
     if file.is_dir():
@@ -120,7 +120,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
         where: its name in errors.
 
     Raises:
-        ValueError: a field is missing, or the kind of model is not understood.
+        ValueError: a field is missing, or the kind of model is unsupported.
     """
     config = _Config(fields, where)
     kind = fields.get("model_type")
@@ -130,7 +130,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
         notes.append("the config has no model_type: counted as a Llama")
     nested = [name for name in ("text_config", "vision_config", "audio_config", "encoder", "decoder") if name in fields]
     if nested or kind not in (*_FAMILIES, *_OTHERS):
-        why = f"has parts of its own ({', '.join(nested)})" if nested else f"of type {kind!r}"
+        why = f"has nested parts ({', '.join(nested)})" if nested else f"of type {kind!r}"
         raise ValueError(
             f"plan {where}: a model {why} is not supported: give the number of parameters instead; supported are "
             f"{', '.join((*_FAMILIES, *_OTHERS))}"
@@ -206,7 +206,7 @@ def _sparse_layers(config: _Config, kind: str, layers: int) -> int:
 
 
 def _shared_experts(config: _Config, kind: str) -> int:
-    """The parameters that every token passes besides its routed experts, per layer."""
+    """The parameters per layer that every token uses besides its routed experts."""
     hidden = config.number("hidden_size")
     if kind == "qwen2_moe":
         return 3 * hidden * config.number("shared_expert_intermediate_size") + hidden  # and its gate

@@ -1,4 +1,4 @@
-"""Which rank writes how much, and which reads it back: tensor, pipeline, data and expert parallelism, and ZeRO."""
+"""The bytes that each rank writes and reads back: tensor, pipeline, data and expert parallelism, and ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Share:
     """The bytes that each of a group of GPUs writes.
 
     Attributes:
-        gpus: how many they are.
+        gpus: their number.
         bytes: the bytes of each.
     """
 
@@ -32,7 +32,7 @@ class Layout:
         tp: tensor parallelism.
         pp: pipeline parallelism.
         dp: data parallelism.
-        ep: expert parallelism, which is taken out of data parallelism and divides it.
+        ep: expert parallelism, a part and divisor of data parallelism.
         zero: ZeRO stage; 3 is PyTorch's FSDP.
     """
 
@@ -55,10 +55,10 @@ class Layout:
     def shares(self, held: Contents) -> tuple[Share, ...]:
         """The bytes that each rank writes, the busiest first; together exactly one checkpoint.
 
-        Only one data-parallel replica has to be written, since all hold the same. Experts are spread over ``ep`` ranks
-        of data parallelism, so their part is written by that many. ZeRO 1 and 2 cut the optimizer state over all
-        data-parallel ranks, each of which then writes its piece; ZeRO 3 cuts the weights, too. Tensor and pipeline
-        parallelism are taken to cut evenly.
+        Only one data-parallel replica must be written, because all hold the same. Experts are spread over ``ep`` ranks
+        of data parallelism, so that many ranks write them. ZeRO 1 and 2 cut the optimizer state over all data-parallel
+        ranks, each of which then writes its piece; ZeRO 3 cuts the weights, too. Tensor and pipeline parallelism are
+        assumed to cut evenly.
 
         Source: Megatron-LM (3072 GPUs with data parallelism 6 have 512 writers) and DeepSpeed's ZeRO, as MLPerf Storage
         v2.0 writes it.
@@ -119,11 +119,11 @@ def layout(
         pp: pipeline parallelism, by default 1.
         dp: data parallelism, by default the remaining factor of the GPUs.
         ep: expert parallelism.
-        zero: ZeRO stage; by default 0 where tensor or pipeline parallelism cut the model, else 3, since no single GPU
+        zero: ZeRO stage; by default 0 if tensor or pipeline parallelism cut the model, else 3, because no single GPU
             holds a large model.
 
     Raises:
-        TypeError: one is not a whole number.
+        TypeError: a number is not an integer.
         ValueError: the numbers do not fit together.
     """
     check(gpus=gpus, tp=tp, pp=pp, dp=dp, ep=ep, zero=zero)

@@ -16,7 +16,7 @@ from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: The same of one GPU as :data:`fastckpt._interval.LEAST_MTTF` of a job.
+#: Like :data:`fastckpt._interval.LEAST_MTTF`, for one GPU.
 _LEAST_MTTF_GPU = 1e6
 
 #: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
@@ -66,11 +66,11 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     (512, 0.53, 1638)
 
     Args:
-        params: parameters of the model; or one of the three that follow.
+        params: parameters of the model; or give one of the next three.
         config: a Hugging Face ``config.json``, or its directory, to count the parameters from.
         checkpoint: a checkpoint of fastckpt: its files are the size.
         size: bytes of a checkpoint.
-        expert_params: how many of ``params`` belong to routed experts; needed with ``ep``, known from ``config``.
+        expert_params: the number of ``params`` in routed experts; required with ``ep``, known from ``config``.
         weights: precision of the weights: ``fp32``, ``bf16``, ``fp16``, ``fp8``.
         master: precision of master weights: ``fp32``, ``bf16``, ``none``; by default fp32, and none for fp32 weights or
             without an optimizer.
@@ -82,29 +82,29 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node, and so its ranks.
-        max_in_flight: saves in the background at a time, as of ``IO(max_in_flight=)``: each has its memory.
+        max_in_flight: saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
         mttf_cluster: mean time to failure of the whole cluster instead.
-        goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
-        overhead: the share of time that checkpoints may stop training for: the interval is ``stall / overhead``.
-        interval: seconds from the start of one checkpoint to the start of the next. Without any of the three, the best.
-        write: bytes per second that the storage writes in all.
+        goodput: the wanted share of training in the time: the interval is ``(1 - goodput) * mttf``.
+        overhead: the share of time for which checkpoints may stop training: the interval is ``stall / overhead``.
+        interval: seconds from the start of one checkpoint to the start of the next. Without any of these, the best.
+        write: total bytes per second that the storage writes.
         read: bytes per second that it reads; the same as ``write`` by default.
-        node_write: bytes per second that one node writes, as measured there; the slower of the two counts.
+        node_write: bytes per second that one node writes, measured there; the slower of the two counts.
         node_read: bytes per second that one node reads; the same as ``node_write`` by default.
         tier: ``light``, ``medium`` or ``high``: a rate for each GPU instead. ``light`` if no speed is given.
-        target_seconds: how long a checkpoint may take: sets the necessary speed if no speed is given, else the limit
+        target_seconds: the most seconds for a checkpoint: sets the required speed if no speed is given, else the limit
             for the verdicts.
-        stall: seconds for which a checkpoint stops training, if it is written in the background; by default as long as
-            it takes.
-        restart: seconds to notice a failure and start again, without the time for reading; 0 by default.
+        stall: seconds for which a checkpoint stops training, if it is written in the background; by default its whole
+            duration.
+        restart: seconds to notice a failure and restart, without the time for reading; 0 by default.
 
     Returns:
         The plan; printed, it is the table of ``fastckpt plan``.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, contradicts another, or cannot be.
+        ValueError: an argument is out of range, contradicts another, or is impossible.
     """
     parameters, each, held, notes = _held(params, config, checkpoint, size, expert_params, weights, master, optimizer)
     where = layout(gpus, tp=tp, pp=pp, dp=dp, ep=ep, zero=zero)
@@ -182,7 +182,7 @@ class _Rule:
 
     @property
     def words(self) -> str:
-        """The rule, for people."""
+        """The rule in words."""
         if self.name in ("goodput", "overhead"):
             return f"for {units.show_share(self.value)} {self.name}"
         return "given" if self.name == "interval" else "the best"
@@ -263,12 +263,12 @@ class _Moves:
     restore_bytes: float
 
     def at_tier(self, tier: Tier) -> tuple[float, float]:
-        """Seconds to write and to read back where each GPU gets its tier's rate; only those that write can use it."""
+        """Seconds to write and to read back if each GPU gets its tier's rate; only writing GPUs can use it."""
         return self.shares[0].bytes / tier.write / 1e9, self.restore_bytes / self.gpus / tier.read / 1e9
 
     def at_rates(self, rates: dict[str, float]) -> tuple[float, float]:
         """Seconds at the speed of the whole storage or of a node, whichever is slower."""
-        # A node full of the busiest writers is the last to end; of readers all nodes are alike.
+        # A node full of the busiest writers ends last; for reads all nodes are equal.
         busiest = min(self.gpus_per_node, self.shares[0].gpus) * self.shares[0].bytes
         reads = self.gpus_per_node * self.restore_bytes / self.gpus
         writing = {"write": self.size, "node_write": busiest}
@@ -282,7 +282,7 @@ class _Moves:
 def _speed(
     job: _Moves, given: dict[str, float | str | None], tier: str | None, target: float | None
 ) -> tuple[float, float, str]:
-    """Seconds of a checkpoint, seconds of reading it back, and where they come from."""
+    """Seconds of a checkpoint, seconds of reading it back, and the source of these numbers."""
     rates = {name: units.rate(name, value) for name, value in given.items() if value is not None}
     if tier is not None and rates:
         raise ValueError(f"plan: give either a tier or {' and '.join(rates)}, not both")

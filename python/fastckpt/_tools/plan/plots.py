@@ -1,4 +1,4 @@
-"""Pictures of a sweep and of a simulation, drawn with matplotlib, which only they need."""
+"""Plots of a sweep and of a simulation, drawn with matplotlib, which only they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .record import Plan
     from .simulate import Simulation
 
-#: The curves of a sweep's picture, each on axes of its own.
+#: The curves of a sweep's plot, each on separate axes.
 _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("interval, min", lambda plan: plan.interval / 60),
     ("a checkpoint takes, s", lambda plan: plan.seconds),
@@ -19,7 +19,7 @@ _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("goodput, %", lambda plan: 100 * plan.goodput),
 )
 
-#: Values that span as much are drawn on a logarithmic axis.
+#: Values with at least this ratio are drawn on a logarithmic axis.
 _DECADE = 10
 
 
@@ -36,7 +36,7 @@ def check(file: Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the name's suffix is not a format that it writes.
+        ValueError: the name's suffix is not a format of matplotlib.
         FileNotFoundError: the file's directory does not exist.
     """
     formats = _matplotlib().Figure().canvas.get_supported_filetypes()

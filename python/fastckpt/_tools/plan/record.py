@@ -1,4 +1,4 @@
-"""The result of a plan of a job's checkpoints, as numbers and as a table for people."""
+"""The result of a plan of a job's checkpoints, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Verdict:
         tier: its name.
         write: bytes per second for each GPU that writes.
         read: bytes per second for each GPU.
-        seconds: how long a checkpoint takes, that is the busiest GPU.
-        restore_seconds: how long it takes to read it back.
+        seconds: the duration of a checkpoint, which is that of the busiest GPU.
+        restore_seconds: the time to read it back.
         interval: seconds from checkpoint to checkpoint, by the plan's rule.
-        goodput: the share of time that becomes training that is kept.
+        goodput: the share of time that becomes kept training.
         enough: whether it meets the request: the seconds if they were given, else the goodput.
-        reason: why, in words.
+        reason: the reason, in words.
     """
 
     tier: str
@@ -62,8 +62,8 @@ class Plan:
         write: total rate of writing during a checkpoint, bytes per second.
         read: total rate of reading during a restore, bytes per second.
         speed: the source of these two rates, in words.
-        seconds: how long a checkpoint takes until it is durable.
-        stall: seconds of that for which training stops.
+        seconds: seconds until a checkpoint is durable.
+        stall: seconds of these for which training stops.
         mttf: mean time between failures of the cluster.
         goodput_wanted: the requested share of time, or 0.95.
         interval: seconds from checkpoint to checkpoint.
@@ -74,7 +74,7 @@ class Plan:
         interval_best: the exact minimum of Daly's model.
         restore_bytes: the bytes that all GPUs together read to restore.
         restore_seconds: how long that takes.
-        restart: further seconds that a failure costs: to notice it, and to start again.
+        restart: further seconds that a failure costs: to notice it, and to restart.
         verdicts: the results with storage of each tier.
         notes: assumptions and omissions.
     """
@@ -122,12 +122,12 @@ class Plan:
 
     @property
     def rank_bytes(self) -> float:
-        """Bytes of the state that a rank has, which is what it reads to restore: ``restore_bytes / gpus``."""
+        """Bytes of the state of a rank, which it reads to restore: ``restore_bytes / gpus``."""
         return self.restore_bytes / self.layout.gpus
 
     @property
     def memory_per_node(self) -> float:
-        """The most host memory that saves in the background take on a node, in bytes, as docs/sizing.md derives it."""
+        """The most host memory of saves in the background on a node, in bytes, as derived in docs/sizing.md."""
         return min(self.gpus_per_node, self.layout.gpus) * (self.max_in_flight * self.rank_bytes + BUFFERS)
 
     @property
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def lost_seconds(self) -> float:
-        """Seconds between the last durable checkpoint and a failure, on average, failures coming at random."""
+        """Mean seconds between the last durable checkpoint and a failure, with random failures."""
         return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
 
     @property
@@ -189,12 +189,12 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """The share of time that becomes training that is kept, by Daly's complete cost function."""
+        """The share of time that becomes kept training, by Daly's complete cost function."""
         away = self.restart + self.restore_seconds
         return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes and everything derived from them, as JSON holds them."""
+        """All attributes and derived numbers, as JSON values."""
         document = asdict(self)
         derived = [name for name, value in vars(Plan).items() if isinstance(value, property)]
         document.update({name: getattr(self, name) for name in sorted(derived)})

@@ -1,9 +1,9 @@
-"""Months of training with failures, played through many times, to hold the formulas against.
+"""Simulates months of training with failures many times, to check the formulas.
 
-Every accelerator fails on its own and is replaced by a new one. A failure stops all of them; the job restarts, reads
-the last durable checkpoint, and loses the work after it. Failures may come at any time, also during a checkpoint or a
-restart. All intervals are tried on the very same failures (common random numbers), so that differences between two of
-them are due to the interval and not to chance.
+Accelerators fail independently and are replaced by new ones. A failure stops all of them; the job restarts, reads the
+last durable checkpoint, and loses the work after it. Failures may come at any time, even during a checkpoint or a
+restart. All intervals are tried on the same failures (common random numbers), so that differences between them are due
+to the interval and not to chance.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 #: Seconds of a run: 90 days.
 DURATION = 90 * 86400.0
 
-#: Fewer failures in all runs prove nothing about the best interval.
+#: With fewer failures in all runs, the best interval is unknown.
 _FEWEST = 300
-#: More would cost memory and minutes of work for meaningless digits.
+#: More failures would cost memory and minutes for meaningless digits.
 _MOST = 20_000_000
 
 #: Groups of runs whose scatter gives the standard errors.
 _GROUPS = 10
 
-#: The first-order formula counts as differing from the simulation beyond this much goodput.
+#: The difference of goodput beyond which the first-order formula counts as wrong.
 PARTED = 0.01
 
 
@@ -41,9 +41,9 @@ class Point:
     """The goodput at one interval.
 
     Attributes:
-        name: whose interval it is, or empty.
+        name: the origin of the interval, or empty.
         interval: seconds from start to start.
-        simulated: mean share of time that became training that was kept.
+        simulated: mean share of time that became kept training.
         error: its standard error.
         formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
         first_order: :func:`fastckpt._interval.first_order_goodput`.
@@ -66,18 +66,18 @@ class Simulation:
         mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
             the observed one.
         restart: the time from a failure until training continues.
-        lag: after training went on until a checkpoint is durable.
-        accelerators: how many were simulated.
+        lag: from when training continues until a checkpoint is durable.
+        accelerators: the number of simulated ones.
         duration: of each run.
         runs: how many.
         seed: the seed of the random numbers.
         shape: Weibull shape of the accelerators' lives; 1 is exponential.
         failures: in all runs together.
-        best: the interval that lost the least.
+        best: the interval with the least loss.
         best_error: its standard error.
         marks: that interval, and those that the formulas would choose.
         points: goodput over a range of intervals.
-        parts_at: the interval from which on the first-order formula is off by :data:`PARTED`; None if it never is.
+        parts_at: the interval from which the first-order formula is wrong by :data:`PARTED`; None if it never is.
     """
 
     cost: float
@@ -101,7 +101,7 @@ class Simulation:
         return next(mark for mark in self.marks if mark.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """All of it, as JSON values."""
         return asdict(self)
 
 
@@ -112,10 +112,10 @@ def gaps(
 
     Args:
         random: the generator to draw from.
-        accelerators: each with a life of its own, new at the start, and a new one after a failure.
+        accelerators: their number; each has its own life, new at the start and after each failure.
         mttf: of one accelerator, in seconds.
         horizon: seconds that are simulated.
-        shape: Weibull shape; 1 is exponential, less means that many fail early, more that they wear out.
+        shape: Weibull shape; 1 is exponential, less means early failures, more means wear.
 
     Returns:
         Seconds, shape (failures + 1,): up to the first failure, between failures, and from the last to the end.
@@ -131,7 +131,7 @@ def gaps(
 
 
 def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float) -> NDArray[np.float64]:
-    """Training that is kept of each stretch between failures, in seconds.
+    """Kept training in each period between failures, in seconds.
 
     Args:
         lengths: seconds between failures.
@@ -140,7 +140,7 @@ def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float
         away: seconds after a failure, before the first interval, and until its checkpoint is durable.
 
     Returns:
-        Seconds, of the shape of ``lengths``: whole intervals alone count.
+        Seconds, of the shape of ``lengths``: only whole intervals count.
     """
     return np.asarray(np.floor(np.maximum(lengths - away, 0.0) / interval) * (interval - cost))
 
@@ -162,9 +162,9 @@ class _Runs:
     def best(self, start: float) -> tuple[float, float]:
         """The training time between checkpoints that loses the least, and its standard error.
 
-        The goodput is flat around its best and carries the noise of counting whole intervals, so the highest of many
-        values would be found anywhere near it. A cubic in the logarithm of the training time, fitted to values over a
-        factor of two to either side, has its maximum where they have it; the range is moved until it is centred.
+        The goodput is flat around its best and noisy because whole intervals are counted, so the highest of many values
+        could be anywhere near it. A cubic in the logarithm of the training time is fitted to values over a factor of
+        two to either side, and its maximum is used; the range is moved until it is centred.
 
         Args:
             start: where to centre the range first.
@@ -203,18 +203,18 @@ def simulate(
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        accelerators: how many train.
+        accelerators: the number that train.
         mttf_gpu: mean time to failure of one, in seconds.
         restart: seconds from a failure until training continues from the last checkpoint.
-        lag: seconds after training went on until a checkpoint is durable.
+        lag: seconds from when training continues until a checkpoint is durable.
         duration: seconds of each run.
-        runs: how many, at least 10.
+        runs: their number, at least 10.
         seed: of the random numbers; the same one gives the same result.
-        shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas take for granted.
+        shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas assume.
         others: names and intervals, in seconds, to compare as well.
 
     Raises:
-        ValueError: a number is out of range, or there are too few failures to learn from, or too many.
+        ValueError: a number is out of range, or there are too few failures for a result, or too many.
     """
     numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "duration": duration, "weibull": shape}
     numbers |= {"restart": restart, "lag": lag}
@@ -246,7 +246,7 @@ def simulate(
             first_order=formulas.first_order_goodput(interval, cost, mttf, restart + lag),
         )
 
-    # A coarse scan over all sensible intervals, so that no formula decides where the search begins.
+    # A coarse scan over all sensible intervals, so that no formula determines the start of the search.
     rough = np.geomspace(min(cost, mttf) / 10, 3 * mttf, 60)
     trained, error = played.best(float(rough[np.argmax([played.goodput(time + cost).mean() for time in rough])]))
     best = trained + cost

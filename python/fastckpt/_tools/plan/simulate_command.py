@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _MEASURED = (("write", "save"), ("read", "load"))
 
-#: How many of the simulated points the table shows.
+#: The number of simulated points in the table.
 _EVERY = 4
 
 
 def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
-    """The speed at which one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``."""
+    """The speed at which one node writes and reads: the medians of ``fastckpt bench DIR``."""
     if others := [name for name in ("node_write", "node_read", "tier") if name in known]:
         raise ValueError(f"plan: --from gives the speed of a node: leave out {', '.join(map(option, others))}")
     try:
@@ -77,7 +77,7 @@ def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> 
 
 
 def lines(result: Simulation) -> list[str]:
-    """The result of a simulation, for people."""
+    """The result of a simulation as text."""
     lives = "exponential lives" if result.shape == 1 else f"Weibull lives of shape {result.shape:g}"
     lag = f", durable {show_seconds(result.lag)} later" if result.lag else ""
     seen = result.runs * result.duration / result.failures

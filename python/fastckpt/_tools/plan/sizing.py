@@ -1,4 +1,4 @@
-"""How many bytes a checkpoint has: by precision and optimizer, or as it is on a disk."""
+"""The bytes of a checkpoint: by precision and optimizer, or of one on disk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 #: Bytes of one weight as it is trained and saved.
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 
-#: Bytes of the copy of a weight that mixed-precision training updates and keeps beside it.
+#: Bytes of the master copy of a weight that mixed-precision training updates.
 MASTERS = {"fp32": 4.0, "bf16": 2.0, "none": 0.0}
 
-#: Bytes of an optimizer's state a parameter, and what they are.
+#: Bytes of an optimizer's state per parameter, and their content.
 OPTIMIZERS = {
     "adamw": (8.0, "two fp32 moments"),
     "adam": (8.0, "two fp32 moments"),
-    # One byte a moment, and an fp32 scale for every block of 256: 2 * (1 + 4 / 256).
+    # One byte per moment, and an fp32 scale for every block of 256: 2 * (1 + 4 / 256).
     "adam8bit": (2.03125, "two 8-bit moments with a scale a block of 256"),
     "sgd": (4.0, "fp32 momentum"),
     "lion": (4.0, "fp32 momentum"),
     "muon": (4.0, "fp32 momentum of the matrices; what is left to AdamW (embeddings, vectors) has 8"),
-    "adafactor": (0.0, "factored second moments: rows and columns alone, which is next to nothing"),
+    "adafactor": (0.0, "factored second moments: rows and columns only, which is negligible"),
     "none": (0.0, "no state: weights only"),
 }
 
@@ -48,7 +48,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """All bytes."""
         return round(self.weights + self.optimizer)
 
     def scaled(self, size: int) -> Contents:
@@ -61,7 +61,7 @@ class Contents:
 def bytes_per_parameter(
     weights: str = "bf16", master: str | None = None, optimizer: str = "adamw"
 ) -> tuple[float, float]:
-    """Bytes a parameter: 2 + (4 + 8) = 14 under mixed-precision Adam.
+    """Bytes per parameter: 2 + (4 + 8) = 14 under mixed-precision Adam.
 
     Source: the mixed-precision recipe of Megatron-LM and DeepSpeed, and the checkpoints of MLPerf Storage v2.0:
     weights, fp32 master weights, and two fp32 moments. Gradients are not saved.
@@ -75,7 +75,7 @@ def bytes_per_parameter(
         Bytes of the weight, and bytes that the optimizer keeps (master weight and state).
 
     Raises:
-        ValueError: one of the names is not known.
+        ValueError: a name is unknown.
     """
     if master is None:
         master = "none" if weights == "fp32" or optimizer == "none" else "fp32"
@@ -94,20 +94,20 @@ def contents(parameters: int, experts: int, each: tuple[float, float]) -> Conten
 
     Args:
         parameters: of the whole model.
-        experts: how many of them belong to routed experts.
-        each: bytes a parameter, as :func:`bytes_per_parameter` gives them.
+        experts: the number of these in routed experts.
+        each: bytes per parameter, from :func:`bytes_per_parameter`.
     """
     return Contents(*(number * part for number in (parameters, experts) for part in each))
 
 
 def checkpoint_bytes(path: AnyPath) -> int:
-    """Bytes of the shards of a checkpoint that exists, as its manifest lists them; nothing is read but that.
+    """Bytes of the shards of an existing checkpoint, from its manifest; nothing else is read.
 
     Args:
         path: the checkpoint's directory.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
         CheckpointError: it cannot be opened.
     """
     import fastckpt  # noqa: PLC0415 - a plan from numbers needs no checkpoint

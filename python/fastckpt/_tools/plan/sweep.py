@@ -37,7 +37,7 @@ _MOST = 10_000
 def parse(text: str) -> tuple[str, list[str]]:
     """Read ``gpus=1000,2000,4000``, ``gpus=1000:8000:1000`` (a step) or ``gpus=1000:64000:x2`` (a factor).
 
-    Both ends of a range belong to it.
+    A range includes both ends.
 
     Returns:
         The argument of :func:`plan` and its values.
@@ -91,7 +91,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
         known: the other arguments.
 
     Raises:
-        ValueError: an argument is already given that this one takes the place of, or a plan cannot be.
+        ValueError: an argument that this one replaces is given, or a plan is impossible.
     """
     for other in (name, *SWEPT[name]):
         if known.get(other) is not None:

@@ -1,4 +1,4 @@
-"""Many plans as a table for people."""
+"""Many plans as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sweep_table(name: str, values: Sequence[str], plans: Sequence[Plan]) -> list[str]:
-    """The lines for one plan a value."""
+    """The lines of the table, one per plan."""
     head = (name, "size", "MTTF", "interval", "a day", "takes", "GB/s", "sustained", "overhead", "goodput")
     rows = [
         (

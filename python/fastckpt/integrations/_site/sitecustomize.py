@@ -1,6 +1,6 @@
-"""Below ``fastckpt run``, each Python process imports this as it starts: a framework gets its door when it is imported.
+"""Under ``fastckpt run``, each Python process imports this at its start: a framework gets its integration on import.
 
-``PYTHONPATH`` names this directory. Nothing of fastckpt is imported before a framework is.
+``PYTHONPATH`` names this directory. No module of fastckpt is imported before a framework is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-#: Doors, by the module whose import they follow.
+#: Integrations, by the module whose import triggers them.
 _DOORS = {"accelerate.accelerator": "accelerate", "transformers.trainer": "transformers"}
 
 
@@ -45,7 +45,7 @@ def _install(module: Any) -> None:
 _import_the_next()
 for _name in _DOORS:
     _framework = _name.partition(".")[0]
-    # The program may run in an environment without fastckpt, or without what it needs here.
+    # The program may run in an environment without fastckpt, or without the packages needed here.
     _lacking = [_one for _one in ("fastckpt", "wrapt") if importlib.util.find_spec(_one) is None]
     if not _lacking:
         import wrapt

@@ -1,1 +1,1 @@
-"""The contents of the screen. `canvas` alone knows Textual; everything else turns a model into lines of styled text."""
+"""The contents of the screen. Only `canvas` uses Textual; all other modules turn a model into lines of styled text."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 BOXED_WIDTH: Final = 60
 BOXED_HEIGHT: Final = 16
-"""A screen of fewer columns or lines has no boxes: they would take what there is to say."""
+"""A screen of fewer columns or lines has no boxes: they would take the room of the contents."""
 BORDERS: Final = 2
 """Lines of a box's borders."""
 SIDES: Final = 4
@@ -25,7 +25,7 @@ def boxed(frame: Frame) -> bool:
 
 
 def inside(frame: Frame, width: int, height: int) -> tuple[bool, int, int]:
-    """Whether a block of this size gets a box, and the cells and lines that it has for itself."""
+    """Whether a block of this size gets a box, and the cells and lines of its contents."""
     framed = boxed(frame) and height > BORDERS
     return (True, width - SIDES, height - BORDERS) if framed else (False, width, height)
 
@@ -39,11 +39,11 @@ def box(
     height: int,
     foot: tuple[Line, Line] | None = None,
 ) -> list[Line]:
-    """Draw a box around lines, or, where a block of this size gets none, put them below their title.
+    """Draw a box around lines, or put them below their title if a block of this size gets no box.
 
     Args:
         frame: Where the characters come from.
-        lines: The contents, as wide as they like: cut or padded to the room that `inside` tells.
+        lines: The contents, of any width: cut or padded to the room from `inside`.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells, borders included.
@@ -82,7 +82,7 @@ def _border(frame: Frame, corners: str, title: Line, note: Line, width: int) -> 
 
 
 def beside(left: list[Line], right: list[Line]) -> list[Line]:
-    """Two blocks of lines of one height side by side."""
+    """Two blocks of lines of equal height side by side."""
     made = []
     for first, second in zip(left, right, strict=True):
         line = Line().extend(first).extend(second)
@@ -92,12 +92,12 @@ def beside(left: list[Line], right: list[Line]) -> list[Line]:
 
 
 def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
-    """The pieces that fit, in their order; from the first that does not fit on, those of lower rank are left out.
+    """The pieces that fit, in order; from the first that does not fit on, those of lower rank are left out.
 
     Args:
         pieces: The lower the number, the more it matters; empty ones are left out.
         room: Cells.
-        between: Stands between two pieces.
+        between: The text between two pieces.
     """
     kept = []
     for rank, piece in sorted((pair for pair in pieces if pair[1].width), key=lambda pair: pair[0]):
@@ -113,7 +113,7 @@ def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
 
 
 def words(variants: tuple[str, ...], width: int) -> str:
-    """The first of some wordings, longest first, that fits; the last one, cut, where none does."""
+    """The first wording, longest first, that fits; if none does, the last one, cut."""
     for variant in variants:
         if text.width(variant) <= width:
             return variant

@@ -21,7 +21,7 @@ _PREFIX: Final = "canvas--"
 
 
 class Canvas(Widget):
-    """Paints the whole screen anew once a tick, and only draws the requested lines.
+    """Paints the whole screen once per tick, and draws only the requested lines.
 
     Args:
         frame: Makes the frame to paint, given width and height in cells.
@@ -60,7 +60,7 @@ class Canvas(Widget):
         return colours.ANSI_DARK if self.app.current_theme.dark else colours.ANSI_LIGHT
 
     def painted(self) -> Screen:
-        """The screen as last painted, painted now if nothing is."""
+        """The last painted screen, painted now if there is none."""
         size = (self.size.width, self.size.height)
         if self._painted is None or self._painted_size != size:
             self._painted = paint(self._make_frame(*size))
@@ -117,7 +117,7 @@ class Canvas(Widget):
 
 
 def _parts(line: Line) -> list[tuple[str, str, bool]]:
-    """A line's parts, and whether they are highlighted. Neighbours of one style are joined: that costs less to draw."""
+    """A line's parts, and whether they are highlighted. Neighbours of one style are joined, which draws faster."""
     joined: list[tuple[str, str, bool]] = []
     at = 0
     for content, name in line.parts:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastckpt_top.views.columns import Columns
 
 SCALE: Final = 1.25
-"""Full height or length stands for so many times the target, in bars, sparks and cells of threads alike."""
+"""The multiple of the target at full height or length, in bars, sparks and cells of threads."""
 RATE: Final = 6
 PERCENT: Final = 5
 STATE: Final = 6
@@ -60,7 +60,7 @@ WAIT_WORDS: Final = (
     ("rank 3", "waits for that rank"),
     ("threads!", "fell back to this engine; so does ! behind a wait"),
 )
-"""What stands under WAITS and ENGINE, for the help."""
+"""The contents of WAITS and ENGINE, for the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Figure:
 
     Attributes:
         rate: Bytes/s; None unknown.
-        share: Of the target; None unknown.
-        live: Whether it is the rate of now, and not the operation's average.
-        verdict: Of this figure.
+        share: The share of the target; None unknown.
+        live: Whether it is the current rate, not the operation's average.
+        verdict: The verdict on this figure.
     """
 
     rate: float | None
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def style(self) -> str:
-        """Its colour, which repeats the mark; past rates stay in the background."""
+        """Its colour, which repeats the mark; past rates are dimmed."""
         return VERDICT_STYLES[self.verdict] if self.live else "dim"
 
     @property
@@ -93,7 +93,7 @@ class Figure:
 def figure(row: Row) -> Figure:
     """The rate of a rank: the current one, or the average if no current one can be judged.
 
-    The rate of a rank whose threads have run out of work, one after the other, does not describe its storage.
+    The rate of a rank whose threads have run out of work does not describe its storage.
     """
     live = row.rate is not None and not running_out(row)
     shown = row.rate if live else row.average
@@ -102,7 +102,7 @@ def figure(row: Row) -> Figure:
 
 
 def thread_figure(thread: ThreadRow) -> Figure:
-    """The rate of a thread: the current one, or its average in the operation where there is none."""
+    """The rate of a thread: the current one, or its average in the operation if there is none."""
     live = thread.rate is not None
     shown = thread.rate if live else thread.average
     verdict = Verdict.FAILED if thread.state == "ERROR" else judge(shown, thread.target)
@@ -110,18 +110,18 @@ def thread_figure(thread: ThreadRow) -> Figure:
 
 
 def running_out(row: Row) -> bool:
-    """Whether some threads of a running operation have done their part and the others go on."""
+    """Whether some threads of a running operation are done and the others continue."""
     return row.running and any(thread.state == "IDLE" and thread.done for thread in row.threads)
 
 
 def gb(count: float | None, room: int) -> str:
-    """GB at the right of so many cells: without the decimal where it would not fit."""
+    """GB, right-aligned in this many cells, without the decimal if it does not fit."""
     words = text.size(count)
     return f"{words if len(words) <= room else words.partition('.')[0]:>{room}}"
 
 
 def percent(fraction: float | None, room: int = PERCENT) -> str:
-    """A percentage at the right of so many cells; a multiple, `45x`, where it would not fit."""
+    """A percentage, right-aligned in this many cells; a multiple, `45x`, if it does not fit."""
     words = text.percent(fraction)
     if len(words) > room and fraction is not None:
         words = f"{min(int(fraction), 999)}x"
@@ -137,7 +137,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     """A bar on a track from 0 to 125 % of the target, with a mark at the target.
 
     Args:
-        fraction: Of the target; None or nan leaves the track empty.
+        fraction: The share of the target; None or nan leaves the track empty.
         cells: Width.
         style: The style of the full part.
         glyphs: The characters.
@@ -152,7 +152,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     value = fraction if fraction is not None and math.isfinite(fraction) else 0.0
     first = before if value >= 1 else min(math.floor(value * before + 0.5), before - 1)
     if value > 0 and before > 1:
-        first = max(first, 1)  # something is not nothing
+        first = max(first, 1)  # a value above 0 shows
     beyond = min(round(max(value - 1.0, 0.0) / (SCALE - 1.0) * after), after)
     first = max(first, 0)
     line.add(glyphs.full * first, style).add(glyphs.track * (before - first), "dim")
@@ -161,11 +161,11 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
 
 
 def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:
-    """The head over bars: 0, the mark, and the target in GB/s at a side of it that has room for all of it.
+    """The head over bars: 0, the mark, and the target in GB/s at a side with room for it.
 
     Args:
         cells: Width.
-        target: Bytes/s; None where the rows have different ones.
+        target: Bytes/s; None if the rows differ.
         glyphs: The characters.
     """
     before, room = mark_at(cells), cells - mark_at(cells) - 1
@@ -203,7 +203,7 @@ def level(fraction: float | None, glyphs: text.Glyphs) -> str:
 
 
 def threads(frame: Frame, row: Row, cells: int) -> Line:
-    """A cell a thread, as high as its share of its target. More threads than cells are grouped by the worst of them."""
+    """One cell per thread, as high as its share of its target. More threads than cells are grouped by their worst."""
     line = Line()
     count = len(row.threads)
     shown = min(count, cells)
@@ -221,12 +221,12 @@ def _worst(figure: Figure) -> tuple[bool, float]:
 
 
 def worst_first(row: Row) -> list[ThreadRow]:
-    """The threads of a rank, the one that holds it up first."""
+    """The threads of a rank, the one that delays it first."""
     return sorted(row.threads, key=lambda thread: _worst(thread_figure(thread)))
 
 
 def thread_target(rows: Sequence[Row]) -> str:
-    """`3.00 / 4 = 0.75`: what each thread of these ranks should reach, where that is the same for all."""
+    """`3.00 / 4 = 0.75`: the target of each thread of these ranks, if all are equal."""
     asked = {(row.target, len(row.threads)) for row in rows if row.threads and row.target}
     if len(asked) != 1:
         return ""
@@ -260,19 +260,19 @@ def slowest_thread(row: Row, width: int) -> Line:
 
 
 def state(row: Row) -> str:
-    """A rank's state in six cells at most; the reason why its process stands still, if known."""
+    """A rank's state in at most six cells; the reason why its process is stopped, if known."""
     if row.state == "STALL":
         return "STOP" if row.stopped else "STUCK" if row.wait_kind == "disk" else "STALL"
     return row.state[:STATE]
 
 
 def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Line:
-    """The cause that holds a rank up: with its share if there is room, else the word alone.
+    """The cause that delays a rank: with its share if there is room, else only the word.
 
     Args:
         row: The rank.
         room: Width.
-        stated: Whether a column shows its state; else the state is shown here if no cause holds it up.
+        stated: Whether a column shows its state; else the state is shown here if there is no cause.
         flag: Whether a fallback is marked here, since no column names the engine.
     """
     short = room < WAIT
@@ -303,14 +303,14 @@ def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Lin
 
 
 def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:
-    """The cause that holds a thread up."""
+    """The cause that delays a thread."""
     words = thread.wait if cells >= WAIT - 1 else thread.wait.partition(" ")[0]
     style = "low" if words.startswith(("source", "limit")) else "dim"
     return Line(text.fit(words, cells, glyphs), style)
 
 
 def eta(row: Row) -> str:
-    """Until a rank's part is durable, in five cells."""
+    """The time until a rank's part is durable, in five cells."""
     if not row.running or row.stalled_s is not None:
         return "    -"
     if row.eta_s is None or row.eta_s < 3600:  # noqa: PLR2004

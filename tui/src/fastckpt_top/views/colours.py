@@ -34,7 +34,7 @@ ANSI_LIGHT: Final = ANSI_DARK | {
 }
 """Yellow and the bright colours cannot be read on white."""
 MONO: Final = dict.fromkeys(("strong", "title", "head", "bad", "key"), "bold")
-"""Without colours everything has that of the text, what is bad is bold, and `dim` alone is paler."""
+"""Without colours everything has the text's colour, bad values are bold, and only `dim` is paler."""
 
 
 def ansi(theme: str) -> bool:
@@ -43,7 +43,7 @@ def ansi(theme: str) -> bool:
 
 
 def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool) -> str:
-    """The theme for a terminal, where the user has chosen none."""
+    """The theme for a terminal if the user has chosen none."""
     bright = environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")  # its background: `0;15`
     wanted = ["textual-light" if bright else "textual-dark"]
     if sixteen:

@@ -24,8 +24,8 @@ class Column:
         head: The word above it.
         size: Cells, without the blank before it.
         right: Whether it is aligned to the right.
-        least: Cells that it can do with where there is no room for all; 0 if it needs them all.
-        most: Cells that it grows to where there is room; 0 if it does not grow.
+        least: The fewest cells if there is no room for all; 0 if it needs all.
+        most: The most cells if there is room; 0 if it does not grow.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Column:
 
 
 class Columns:
-    """The columns that fit. They depend on nothing but these arguments, so that they do not move.
+    """The columns that fit. They depend only on these arguments, so that they do not move.
 
     Args:
         every: All columns, from left to right. Before the first one is a mark of one cell.

@@ -18,7 +18,7 @@ EVENT_SHOWN_S: Final = 60.0
 
 
 def keys(frame: Frame) -> Line:
-    """The keys that fit whole. Help is at the end, after a sign where keys are left out, so that all are found."""
+    """The keys that fit whole. Help is at the end, after a sign if keys are left out, so that users can find all."""
     shown = [(key.sign, key.word) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
     if len(frame.model.jobs) > 1:
         shown.insert(1, ("j", "Next job"))
@@ -33,7 +33,7 @@ def keys(frame: Frame) -> Line:
 
 
 def urgent(frame: Frame) -> Line:
-    """A notice, trouble of a job that is not shown, a warning of the last minute, a file that cannot be read."""
+    """The most urgent of: a notice, trouble of a hidden job, a warning of the last minute, an unreadable file."""
     model, glyphs = frame.model, frame.glyphs
     if frame.ui.notice:
         return Line(frame.say(frame.ui.notice), "strong")
@@ -51,7 +51,7 @@ def urgent(frame: Frame) -> Line:
 
 
 def last_checkpoint(frame: Frame) -> Line:
-    """`last save step-1000: 15.2 s, 21.00 GB/s`, while something else runs."""
+    """`last save step-1000: 15.2 s, 21.00 GB/s`, while another operation runs."""
     past = frame.model.past.checkpoints
     if not past or (frame.main is not None and not frame.main.running):
         return Line()
@@ -68,7 +68,7 @@ def _in_trouble(frame: Frame) -> list[Job]:
 
 
 def _news(frame: Frame, event: Event) -> bool:
-    """Whether an event is a warning that is missing in the sentence, or worse there."""
+    """Whether an event is a warning that is missing in the sentence, or more severe than it."""
     said = frame.main.sentence if frame.main is not None else None
     if said is None or event.level == "info":
         return event.level != "info"
@@ -78,7 +78,7 @@ def _news(frame: Frame, event: Event) -> bool:
 
 
 def bottom(frame: Frame) -> Line:
-    """The last line: the keys; where no border can hold it, a notice or another job's trouble in their place."""
+    """The last line: the keys, or instead a notice or another job's trouble that no border can hold."""
     if (frame.ui.notice or _in_trouble(frame)) and not (boxed(frame) and frame.ui.view == "live"):
         return Line(" ").extend(urgent(frame)).fill(frame.width)
     return keys(frame)

@@ -37,7 +37,7 @@ class Axis:
 
     Attributes:
         top: Bytes/s of the full height.
-        labels: One a line, the top line first, in GB/s: the value of the line's upper edge; empty if that is not a
+        labels: One per line, the top line first, in GB/s: the value of the line's upper edge; empty if that is not a
             round number.
     """
 
@@ -46,7 +46,7 @@ class Axis:
 
 
 def axis(need: float, height: int) -> Axis:
-    """Choose the axis that shows `need` with the least room above it, and has two labels at least beside the 0.
+    """Choose the axis that shows `need` with the least room above it, and has at least two labels besides 0.
 
     Args:
         need: Bytes/s that must fit, positive.
@@ -87,9 +87,9 @@ def plot(
 
     Args:
         frame: Where the characters come from.
-        written: Bytes/s, one value a column, the newest last.
-        read: Likewise.
-        target: Bytes/s to draw a line at; 0 for none.
+        written: Bytes/s, one value per column, the newest last.
+        read: The same for reads.
+        target: The line in bytes/s; 0 for none.
         cells: Columns.
         height: Lines.
     """
@@ -102,7 +102,7 @@ def plot(
     lines = []
     for row in range(height - 1, -1, -1):
         blank = (glyphs.level[quarter], "target") if row == target_row else (" ", "text")
-        line = Line(f"{scale.labels[height - 1 - row]:>{_GUTTER}}", "dim").add(*blank)  # also where bars hide the line
+        line = Line(f"{scale.labels[height - 1 - row]:>{_GUTTER}}", "dim").add(*blank)  # even if bars hide the line
         for (char, style), run in groupby(column[row] if row < len(column) else blank for column in columns):
             line.add(char * len(list(run)), style)
         lines.append(line)
@@ -110,7 +110,7 @@ def plot(
 
 
 def _column(pair: tuple[float, float], top: float, height: int, frame: Frame) -> list[tuple[str, str]]:
-    """The cells of a column from below: those of the lower series, and above them those of the higher one."""
+    """The cells of a column from below: the lower series, and above it the higher one."""
     bars = sorted(zip(pair, (frame.glyphs.spark, frame.glyphs.dotted), ("graph", "read"), strict=True))
     cells: list[tuple[str, str]] = []
     for value, parts, style in bars:
@@ -127,7 +127,7 @@ def _padded(written: Sequence[float], read: Sequence[float], cells: int) -> list
 
 
 def _target(frame: Frame) -> float:
-    """Bytes/s that the node should reach in its current work; 0 if several jobs have targets of their own."""
+    """Bytes/s that the node should reach in its current work; 0 if several jobs have separate targets."""
     model = frame.model
     if len(model.jobs) > 1:
         return 0.0
@@ -135,7 +135,7 @@ def _target(frame: Frame) -> float:
 
 
 def _times(frame: Frame, each: float, cells: int) -> Line:
-    """The axis of time: `0 ---- -20 s ---- -10 ---- now`."""
+    """The time axis: `0 ---- -20 s ---- -10 ---- now`."""
     glyphs = frame.glyphs
     step = next((time for time in _TIMES if time / each >= _APART), _TIMES[-1])
     marks = list(glyphs.rule * cells)

@@ -1,4 +1,4 @@
-"""Ranks as cells of a grid, where there are more than lines."""
+"""Ranks as cells of a grid, if there are more ranks than lines."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Size:
 
     @property
     def across(self) -> int:
-        """How many ranks are shown side by side."""
+        """The number of ranks side by side."""
         return max(self.width // self.cell, 1)
 
     def lines(self, ranks: int) -> int:
-        """Lines that so many ranks take."""
+        """The lines for this many ranks."""
         return -(-ranks // self.across)
 
 
@@ -59,10 +59,10 @@ def size(rows: list[Row], rank: int, width: int, height: int) -> Size:
 def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height: int) -> tuple[list[Line], int]:
     """A grid of ranks, in their order from top to bottom and then from left to right.
 
-    If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
+    If it does not hold all of them, it shows the part with the selected one, or with the worst if none is selected.
 
     Returns:
-        The grid, and how many ranks it shows.
+        The grid, and the number of ranks in it.
     """
     high = min(height, size.lines(len(rows)))
     page = size.across * high

@@ -22,7 +22,7 @@ OPTIONAL: Final = ("percent", "took", "when", "size", "peak", "fsync", "p99", "b
 
 
 def columns(width: int) -> Columns:
-    """Choose the columns for lines of so many cells."""
+    """Choose the columns for lines of this many cells."""
     tight = width < TIGHT
     every = (
         Column("when", "WHEN", 8),
@@ -52,7 +52,7 @@ def head(frame: Frame, cols: Columns) -> Line:
 
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
-    """Bytes/s that an ended operation should have reached: its target at the time, else today's for its GPUs."""
+    """The target of an ended operation in bytes/s: its target at the time, else the current one for its GPUs."""
     if past.target or past.kind in COPIES:
         return past.target
     target = frame.model.node.target
@@ -61,7 +61,7 @@ def target_of(frame: Frame, past: Checkpoint) -> float:
 
 
 def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
-    """One ended operation, judged by the target that it had."""
+    """One ended operation, judged by its target."""
     reached = share(past.average, target := target_of(frame, past))
     verdict = Verdict.FAILED if past.error else judge(past.average, target)
     style = VERDICT_STYLES[verdict]
@@ -90,7 +90,7 @@ def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
 
 
 def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[Line]:
-    """One event, in so many lines at most."""
+    """One event, in at most this many lines."""
     style = {"warn": "low", "bad": "bad"}.get(event.level, "text")
     sign = {"warn": frame.glyphs.warn, "bad": frame.glyphs.dead}.get(event.level, " ")
     when = time.strftime("%H:%M:%S", time.localtime(event.real))
@@ -105,7 +105,7 @@ def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[L
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:
-    """The latest ended operations, and the latest events below them; the newest of each first."""
+    """The latest ended operations, and below them the latest events; the newest of each first."""
     if height <= 0 or width <= 0:
         return []
     framed, inner, room = inside(frame, width, height)
@@ -124,7 +124,7 @@ def block(frame: Frame, width: int, height: int) -> list[Line]:
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:
-    """The label in so many cells; if it is too long, the end of the step, which distinguishes one from the next."""
+    """The label in this many cells; if it is too long, the end of the step, which distinguishes steps."""
     label = frame.say(past.label)
     if text.width(label) > room and past.step is not None:
         return text.fit_front(str(past.step), room, frame.glyphs)
@@ -132,7 +132,7 @@ def _label(frame: Frame, past: Checkpoint, room: int) -> str:
 
 
 def _took(seconds: float, room: int) -> str:
-    """Seconds in so many cells; a larger unit, `17m`, where they would not fit."""
+    """Seconds in this many cells; a larger unit, `17m`, if they do not fit."""
     words = text.brief(seconds)
     if len(words) > room:
         words = f"{seconds:.{2 if seconds < 10 else 0}f}"  # noqa: PLR2004

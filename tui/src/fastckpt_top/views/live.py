@@ -1,4 +1,4 @@
-"""The live view, and the frame that all views share: running operations above, keys below."""
+"""The live view, and the common frame of all views: running operations above, keys below."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paint(frame: Frame) -> Screen:
     """The whole screen.
 
     Returns:
-        Exactly as many lines as the frame is high, each as wide as it.
+        Lines that fill the frame exactly.
     """
     width, height = frame.width, frame.height
     if width < 1 or height < 1:
@@ -57,7 +57,7 @@ def _live(frame: Frame, room: int) -> list[Line]:
     row = frame.ui.selection(frame.ui.shown(frame.model))
     if not boxed(frame):
         below = []
-        if row is not None and left >= THREADS:  # a line has room for the thread that matters most
+        if row is not None and left >= THREADS:  # a line has room for the most important thread
             below = [Line("  ").extend(cells.slowest_thread(row, width - 2)).fill(width)]
         return [*top, *table.block(frame, width, left - len(below)), *below]
     side = min(max(HISTORY[0], width // 4), HISTORY[1]) if width >= WIDE else 0
@@ -81,9 +81,9 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
 
     Args:
         room: Lines.
-        ranks: Lines that the ranks would like.
-        threads: Lines that the selected rank's threads would like; 0 for none.
-        graph: Whether there is a graph, which takes the remaining space; without it the ranks do.
+        ranks: Lines that the ranks need.
+        threads: Lines that the selected rank's threads need; 0 for none.
+        graph: Whether there is a graph, which gets the remaining space; without it the ranks get it.
     """
     high = min(GRAPH, room - RANKS) if graph and room >= RANKS + GRAPH - 1 else 0
     room -= high
@@ -96,7 +96,7 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
 
 
 def empty(frame: Frame) -> list[Line]:
-    """The text when there is no process: where the monitor looked, and what to try."""
+    """The text when there is no process: the places searched, and what to try."""
     places = frame.model.places or ("no directory",)
     lines = [
         Line(),

@@ -49,7 +49,7 @@ class Columns:
 
 
 def columns(width: int) -> Columns:
-    """The division of an operation's lines."""
+    """The columns of an operation's lines."""
     for size, least, left, right in (
         (3, 100, min(33 + max(width - 112, 0) // 4, 52), 43),
         (2, 64, min(25 + max(width - 76, 0) // 3, 32), 27),
@@ -62,7 +62,7 @@ def columns(width: int) -> Columns:
 
 
 def block(frame: Frame, width: int) -> list[Line]:
-    """The box, or the same lines without one."""
+    """The box, or the same lines without a box."""
     if not boxed(frame):
         top = [title(frame)] if frame.height >= 10 or frame.frozen else []  # noqa: PLR2004
         return [line.fill(width) for line in (*top, *lines(frame, width))]
@@ -74,7 +74,7 @@ def block(frame: Frame, width: int) -> list[Line]:
 
 
 def lines(frame: Frame, width: int) -> list[Line]:
-    """Two lines for each running operation, else for the last one, and the sentence; always as many in each state."""
+    """Two lines for each running operation, else for the last one, and the sentence; their number never changes."""
     running = [op for op in frame.ops if op.running]
     room = 1 if frame.height < 20 else 2 if frame.height < 40 else 3  # noqa: PLR2004
     shown = running[:room] or frame.ops[:1]
@@ -126,8 +126,8 @@ def _name(frame: Frame, op: NodeOp) -> str:
 def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     """`speed  21.55 of 24.00 GB/s 89% [bar] now 22.45  peak 22.60  NEAR`.
 
-    Mark, colour, word, bar and percentage all judge the average; the rate of now is plain: at the end of a save, with
-    one rank left, it is low and nothing is wrong.
+    Mark, colour, word, bar and percentage all judge the average; the current rate is plain: at the end of a save, with
+    one rank left, it is low without a problem.
     """
     fraction = share(op.average, op.target)
     style = VERDICT_STYLES[op.verdict] if op.running else "dim"
@@ -179,7 +179,7 @@ def _joined(left: Line, percent: str, style: str, bar: Line, right: Line, cols: 
 
 
 def _why(frame: Frame, shown: list[NodeOp], width: int, high: int) -> list[Line]:
-    """The worst of the sentences of the operations shown, in `high` lines at most."""
+    """The most severe sentence of the shown operations, in at most `high` lines."""
     order = list(LEVELS)
     found = [(op, op.sentence) for op in shown if op.sentence is not None]
     if not found:
@@ -194,7 +194,7 @@ def _why(frame: Frame, shown: list[NodeOp], width: int, high: int) -> list[Line]
 
 
 def _wrapped(variants: tuple[str, ...], width: int, high: int) -> list[str]:
-    """The first of some wordings, longest first, that fits into so many lines; else the last one, cut."""
+    """The first wording, longest first, that fits into this many lines; else the last one, cut."""
     if high == 1:
         return [words(variants, width)]
     parts: list[str] = []
@@ -209,7 +209,7 @@ def _wrapped(variants: tuple[str, ...], width: int, high: int) -> list[str]:
 
 
 def _names(frame: Frame) -> Line:
-    """`fastckpt-top · gpu07 · llama70b`, and choices of the user that hide something."""
+    """`fastckpt-top · gpu07 · llama70b`, and choices of the user that hide rows."""
     glyphs, ui = frame.glyphs, frame.ui
     line = Line("fastckpt-top" if frame.width >= 100 else "", "title")  # noqa: PLR2004
     job = frame.job
@@ -231,7 +231,7 @@ def _job_name(frame: Frame) -> str:
 
 
 def _target_words(frame: Frame) -> str:
-    """`high: 3.00 GB/s x 8 GPUs`, as the operation that is shown is judged."""
+    """`high: 3.00 GB/s x 8 GPUs`, by which the shown operation is judged."""
     job, main, glyphs = frame.job, frame.main, frame.glyphs
     target = job.target if job is not None else frame.model.node.target
     gpus = main.gpus if main is not None else job.gpus if job is not None else frame.model.node.gpus
@@ -254,7 +254,7 @@ def _status(frame: Frame) -> Line:
 
 
 def _facts(frame: Frame, *names: tuple[int, Line]) -> list[tuple[int, Line]]:
-    """What the border or the first line says, the least important part with the highest number."""
+    """The parts of the border or the first line, the least important with the highest number."""
     clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
     alive, target = Line(_alive(frame), "low"), Line(_target_words(frame))
     return [*names, (3, alive), (2, target), (4, Line(clock, "dim")), (0, _status(frame))]
@@ -266,7 +266,7 @@ def title(frame: Frame) -> Line:
 
 
 def one_line(frame: Frame) -> Line:
-    """All that fits into a screen of one line."""
+    """The contents of a screen of one line."""
     op = frame.main
     if op is None:
         said = "idle" if frame.model.node.ranks else "no fastckpt process"

@@ -32,7 +32,7 @@ class Line:
     Attributes:
         parts: Text and name of its style.
         width: Cells so far.
-        selected: How many cells from the left are highlighted.
+        selected: The number of highlighted cells from the left.
     """
 
     __slots__ = ("parts", "selected", "width")
@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(slots=True)
 class Screen:
-    """A painted screen: its lines from top to bottom, each as wide as it."""
+    """A painted screen: its lines from top to bottom, each of full width."""
 
     lines: list[Line]
 
@@ -92,9 +92,9 @@ class Screen:
 
 @dataclass(slots=True)
 class Frame:
-    """Everything a view needs to paint itself.
+    """The inputs for painting a view.
 
-    What paints a block takes a frame, the cells of a line, and its lines, borders included; it fills them exactly.
+    A function that paints a block gets a frame, and the width and height of the block, which it fills exactly.
 
     Attributes:
         model: The model to show.
@@ -103,7 +103,7 @@ class Frame:
         width: Cells.
         height: Lines.
         status: `live`, or the position of a replay.
-        live: Whether processes are being watched, and not a recording.
+        live: Whether live processes are shown, not a recording.
         frozen: Whether it is frozen while the processes continue.
     """
 
@@ -136,7 +136,7 @@ class Frame:
 
     @property
     def main(self) -> NodeOp | None:
-        """Its operation that matters most now."""
+        """Its most important operation now."""
         return next(iter(self.ops), None)
 
     def glyph(self, verdict: Verdict) -> str:
@@ -160,11 +160,11 @@ def scrolled(lines: list[Line], first: int, height: int) -> tuple[list[Line], in
 
     Args:
         lines: All of them.
-        first: The one that is wanted at the top.
-        height: Room.
+        first: The wanted first line.
+        height: The available lines.
 
     Returns:
-        The part, and the first line that was really used.
+        The part, and its actual first line.
     """
     first = max(0, min(first, len(lines) - height))
     return lines[first : first + max(height, 0)], first

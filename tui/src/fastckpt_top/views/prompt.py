@@ -22,14 +22,14 @@ class Prompt(Input):
         self.asking = False
 
     def ask(self, value: str) -> None:
-        """Ask, beginning with a value."""
+        """Show the prompt with an initial value."""
         self.asking = True
         self.value = value
         self.add_class("-shown")
         self.focus()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Hide the prompt."""
         self.asking = False
         self.remove_class("-shown")
         self.screen.set_focus(None)

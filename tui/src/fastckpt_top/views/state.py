@@ -1,4 +1,4 @@
-"""The user's choices: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
+"""The user's choices: view, selection, sorting, filter. It stores the order of the rows, and is otherwise pure."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Ui:
         selected: Key of the selected row; empty to follow the worst.
         sort: One of `SORTS`.
         filter: Only rows whose rank, pid, job, label, state or engine contains this.
-        graph: Whether there is a graph, where it has room.
+        graph: Whether to show a graph if there is room.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
         interval: Seconds between two looks.
         scroll: First line shown, by view.
-        job: Key of the job that is shown; empty for the one that matters most.
+        job: Key of the shown job; empty for the most important one.
         zoom_s: Seconds that the graph shows; 0 until the user chooses.
-        order: Keys of the rows, the worst first, as they were last put in order.
+        order: Keys of the rows in their last order, the worst first.
     """
 
     view: str = "live"
@@ -57,7 +57,7 @@ class Ui:
         return self.job if self.job in keys else keys[0] if keys else ""
 
     def shown(self, model: Model) -> list[Row]:
-        """The rows of the job that is shown, filtered and sorted."""
+        """The rows of the shown job, filtered and sorted."""
         job = self.job_of(model)
         return self.rows([row for row in model.rows if not job or row.job_key == job])
 
@@ -68,9 +68,9 @@ class Ui:
         return [row for row in (pinned if self.sort == "worst" else rows) if self._matches(row)]
 
     def selection(self, rows: list[Row]) -> Row | None:
-        """The selected row of those shown.
+        """The selected one of the shown rows.
 
-        The same process's where its operation has ended; the worst where none was chosen or the chosen one is gone.
+        If its operation ended, another row of its process; the worst row if none was chosen or the chosen one is gone.
         """
         process = self.selected.partition("/")[0]
         for row in rows:
@@ -105,7 +105,7 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
 
     Returns:
         The rows. None is above one that is worse by more than `PINNED`; a row moves only if that requires it. New rows,
-        also of ended operations, are above those that were faster.
+        even of ended operations, are above faster ones.
     """
     places = {key: place for place, key in enumerate(order)}
     known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])
@@ -124,7 +124,7 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
 
 
 def _behind(row: Row, above: Row) -> bool:
-    """Whether a new row belongs above another: it is worse, or as bad and was slower."""
+    """Whether a new row belongs above another: it is worse, or equally bad and slower."""
     return (row.worst, -_reached(row)) > (above.worst, -_reached(above))
 
 

@@ -1,4 +1,4 @@
-"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit are in a grid below."""
+"""The ranks: one row each, the worst first, with as many columns as fit; rows that do not fit are in a grid below."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OPTIONAL: Final = ("wait", "state", "eta", "bar", "done", "engine", "threads", "
 
 
 def columns(rows: list[Row], width: int) -> Columns:
-    """Choose the columns. They depend only on which ranks there are, never on their current work.
+    """Choose the columns. They depend only on the set of ranks, never on their current work.
 
     Args:
-        rows: All ranks of the job, also those that a filter hides.
+        rows: All ranks of the job, even those that a filter hides.
         width: Cells of a line.
     """
     tight = width < TIGHT
@@ -56,7 +56,7 @@ def columns(rows: list[Row], width: int) -> Columns:
 
 
 def wanted(frame: Frame, width: int) -> int:
-    """Lines that the ranks would like, borders included: one each, or as many as show them in a grid."""
+    """Lines that the ranks need, borders included: one each, or the lines of a grid."""
     shown = frame.ui.shown(frame.model)
     around = 1 + (BORDERS if boxed(frame) else 0)
     most = int(frame.height * MOST) - around
@@ -67,7 +67,7 @@ def wanted(frame: Frame, width: int) -> int:
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:
-    """The ranks of the job that is shown."""
+    """The ranks of the shown job."""
     if height <= 0 or width <= 0:
         return []
     shown = frame.ui.shown(frame.model)
@@ -91,7 +91,7 @@ def block(frame: Frame, width: int, height: int) -> list[Line]:
 
 
 def _legend(frame: Frame, width: int) -> Line:
-    """What a cell of a thread stands for: `▆ is a thread at its share, 3.00 / 4 = 0.75 GB/s`."""
+    """The meaning of a thread's cell: `▆ is a thread at its share, 3.00 / 4 = 0.75 GB/s`."""
     share = cells.thread_target(_all(frame))
     variants = (f" is a thread at its share, {share} GB/s", f" a thread at {share.rpartition('= ')[2]} GB/s", "")
     full = Line(cells.level(1.0, frame.glyphs), "good")
@@ -99,7 +99,7 @@ def _legend(frame: Frame, width: int) -> Line:
 
 
 def _all(frame: Frame) -> list[Row]:
-    """The job's rows before any filter: they decide how wide the columns are."""
+    """The job's rows before any filter, which determine the widths of the columns."""
     job = frame.ui.job_of(frame.model)
     return [row for row in frame.model.rows if not job or row.job_key == job]
 
@@ -148,7 +148,7 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
 
 
 def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[list[Line], str]:
-    """The rows in at most ``room`` lines, with a grid if they do not fit, and words for which of them are shown."""
+    """The rows in at most ``room`` lines, with a grid if they do not fit, and a note on the shown part."""
     if not shown:
         words = f"no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "no rank"
         return [Line(f"  {words}", "dim")] if room > 0 else [], "0 of 0"
@@ -157,7 +157,7 @@ def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[lis
     if count > room >= LEAD + 2:
         return _with_grid(frame, shown, chosen, cols, room)
     at = shown.index(chosen) if chosen is not None else 0
-    first = frame.ui.scroll.get("live", 0)  # it moves no more than it takes to show the selected row
+    first = frame.ui.scroll.get("live", 0)  # it moves only as far as needed to show the selected row
     first = max(0, min(max(min(first, at), at - room + 1), count - room))
     frame.ui.scroll["live"] = first
     part = shown[first : first + max(room, 0)]

@@ -1,4 +1,4 @@
-"""Worker threads: the selected rank's in full, those of an opened row, and those of all ranks."""
+"""Worker threads: all of the selected rank, those of an expanded row, and those of all ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Lin
 
 
 def wanted(frame: Frame, row: Row) -> int:
-    """Lines that a rank would like for itself, borders included."""
+    """Lines that a rank needs, borders included."""
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
@@ -109,7 +109,7 @@ def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
 
 
 def _title(frame: Frame, row: Row, room: int) -> Line:
-    """Rank, process, user, engine, blocks and the path, which loses its beginning where it does not fit."""
+    """Rank, process, user, engine, blocks and the path, which loses its beginning if it does not fit."""
     engine = row.engine if row.engine != "unknown" else ""
     if engine and engine != "buffered":
         engine += "+cached" if not row.direct else "+direct, cached too" if row.mixed else "+direct"
@@ -134,7 +134,7 @@ def _title(frame: Frame, row: Row, room: int) -> Line:
 
 
 def _details(frame: Frame, row: Row, width: int) -> list[Line]:
-    """Facts about a rank besides its threads: two lines, each as far as it fits."""
+    """Facts about a rank besides its threads: two lines, each cut to the width."""
     parts = [
         (f"average {text.rate(row.average)} of {text.rate(row.target)} GB/s", VERDICT_STYLES[row.verdict]),
         (f"{text.size(row.done)} of {text.size(row.total or None)} GB", "text"),
@@ -172,7 +172,7 @@ def _joined(frame: Frame, parts: list[tuple[str, str]], width: int) -> Line:
 
 
 def _ms(seconds: float | None) -> str:
-    """Milliseconds with three digits or so, in seven cells at most."""
+    """Milliseconds with about three digits, in at most seven cells."""
     if seconds is None:
         return "-"
     value = seconds * 1e3
