@@ -1,4 +1,4 @@
-//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. They know nothing about layout.
+//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. Layout is unknown here.
 
 use std::collections::VecDeque;
 use std::io;
@@ -56,10 +56,10 @@ pub(super) struct Staged {
     /// Bytes that one worker may have in flight, and that one block may need.
     pub(super) room: usize,
     pub(super) largest: usize,
-    /// The most bytes of blocks that are handed over together.
+    /// The most bytes of blocks that are handed over at once.
     pub(super) batch: usize,
-    /// Size and number of the buffers that each worker deals its staging memory out of; without them, each block has a
-    /// mapping of its own.
+    /// Size and number of the buffers into which each worker divides its staging memory; without them, each block has a
+    /// separate mapping.
     pub(super) buffers: Option<(usize, usize)>,
     /// Without them, each block is taken alone.
     pub(super) strides: Option<Vec<Stride>>,
@@ -236,7 +236,7 @@ struct Worker<'a, 'b, J> {
     /// Finished blocks that callbacks take bytes of, and their bytes.
     held: Vec<Transfer>,
     held_bytes: usize,
-    /// Staging memory. Without it, each block has a mapping of its own.
+    /// Staging memory. Without it, each block has a separate mapping.
     buffers: Option<Buffers>,
     /// Free mappings, for the next blocks.
     slabs: Vec<Slab>,
@@ -493,10 +493,10 @@ fn nothing_moved<J: Job>() -> io::Error {
 
 /// There is no memory for staging buffers.
 fn no_memory(error: io::Error) -> Error {
-    Error::io("map memory for staging", "memory".as_ref())(error)
+    Error::io("map staging", "memory".as_ref())(error)
 }
 
 /// The backend itself failed, not an operation.
 fn backend_failed(error: io::Error) -> Error {
-    Error::Io { operation: "use the I/O engine on", path: "io_uring".into(), source: error }
+    Error::Io { operation: "run", path: "io_uring".into(), source: error }
 }
