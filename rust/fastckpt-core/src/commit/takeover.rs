@@ -265,8 +265,7 @@ impl Workspace {
                 Err(Errno::NOTDIR | Errno::LOOP) => {
                     return Err(Error::Exists {
                         path: self.target.clone(),
-                        why: "something was put there during the save: choose another name"
-                            .to_owned(),
+                        why: "something was put there during the save: choose another name".to_owned(),
                     });
                 }
                 other => other.map_err(Error::io("open", &self.target))?,

@@ -250,8 +250,7 @@ impl Workspace {
             if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
                 || u64::try_from(stat.st_size) != Ok(*bytes)
             {
-                let what =
-                    format!("it has {} bytes, expected {bytes}: something changed it", stat.st_size);
+                let what = format!("it has {} bytes, expected {bytes}: something changed it", stat.st_size);
                 return Err(Error::corrupt(&path, what));
             }
         }

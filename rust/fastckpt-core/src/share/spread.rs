@@ -181,7 +181,7 @@ impl Groups {
                 let bounds = &boxes[at[0] as usize].1;
                 if bounds.len() != shape.len() {
                     return Err(format!(
-                        "a box of it has {} dimensions, but it has {}",
+                        "a box has {} dimensions, the tensor has {}",
                         bounds.len(),
                         shape.len()
                     ));

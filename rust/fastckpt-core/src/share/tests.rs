@@ -924,7 +924,7 @@ fn what_does_not_fit_is_refused() {
         (Spread::Ranks(Vec::new()), vec![4], 8, "tensor `w`: no rank has all of its bytes from 0 to 8"),
         (Spread::Boxes(vec![(1, range(0, 2))]), vec![4], 8, "no rank has all of its bytes from 4 to 8"),
         (Spread::Boxes(vec![(1, range(0, 5))]), vec![4], 8, "0..5 is not in dimension 0 of size 4"),
-        (Spread::Boxes(vec![(1, Bounds::new())]), vec![4], 8, "a box of it has 0 dimensions, but it has 1"),
+        (Spread::Boxes(vec![(1, Bounds::new())]), vec![4], 8, "a box has 0 dimensions, the tensor has 1"),
         (Spread::Boxes(vec![(0, range(0, 3)), (1, range(3, 6))]), vec![6], 3, "3 elements do not"),
         (Spread::Boxes(vec![(0, range(0, 3))]), vec![3], 4, "its shape does not fit its 4 bytes"),
         (
