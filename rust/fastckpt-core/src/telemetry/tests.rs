@@ -181,7 +181,7 @@ fn waits_are_told_apart_and_small_ones_add_up() {
     let kinds = [State::Limit, State::Fsync, State::Peers];
     for (number, state) in kinds.into_iter().enumerate() {
         let before = values();
-        // Inside alone: a busy machine may hold this thread up in between.
+        // Counts only the time inside: a busy machine may delay this thread in between.
         let mut waited = 0;
         while waited < 2_000_000 {
             // Each is shorter than the millisecond that is counted.
