@@ -184,7 +184,7 @@ def test_to_cancel_the_copy_on_one_rank_fails_the_save_on_all(two, tmp_path):
 
 
 def train(path, reshards):
-    """Save between two steps of FSDP, and train on during the copy; returns the weights at the call, and if they changed."""
+    """Save between two steps of FSDP, and train on during the copy; the weights at the call, and if they changed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
