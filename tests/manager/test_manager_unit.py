@@ -268,7 +268,7 @@ def test_every_steps_also_in_larger_strides():
 def test_every_time_and_continuously():
     training = Training(when.Every(time="30s"))
     training.run(300)
-    assert set(training.gaps) == {30.5}  # whole steps, and the stall
+    assert set(training.gaps) == {30.5}  # 30 steps of 1 s, one stall
     training = Training(when.Continuously())
     training.run(100)
     assert all(4.0 <= gap <= 5.5 for gap in training.gaps)
