@@ -38,9 +38,7 @@ from harness import manifest, needs, strace, ways, zygote
 from harness.internals import RESERVED
 
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
-HEADROOM = (
-    1 << 30
-)  # address space beyond that at the start of the load: threads and the staging pool need some
+HEADROOM = 1 << 30  # address space beyond that at the start of the load: threads and the staging pool need some
 GROWTH = 192 << 20  # resident memory: the pool of 128 MiB and change
 SECONDS = 2.0
 MUTATIONS = 2100

@@ -1,6 +1,6 @@
 """Has fastckpt in this process read with the portable reader, as on a laptop, and save with the compiled core.
 
-``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests of reading like this.
+``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs such tests of reading.
 """
 
 from __future__ import annotations

@@ -514,7 +514,7 @@ class Job:
                 raise ViolationError(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
 
     def check_in_time(self, number: int, slack: float) -> None:
-        """Check that each survivor ends within the timeout and some slack after the last death or work of a survivor."""
+        """Check that each survivor ends within the timeout and some slack after the last death or work."""
         died = [process.died for process in self.processes if process.dead]
         results = self.outcomes(number)
         last = max([*died, *(self.ready[number, rank] for rank in results)])
