@@ -400,7 +400,7 @@ import sys
 import fastckpt
 path = sys.argv[1] if sys.argv[1:] else "{path}"
 from opentelemetry import trace
-fastckpt.save({{"a": 1}}, path)  # nobody listens yet
+fastckpt.save({{"a": 1}}, path)  # no listener yet
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

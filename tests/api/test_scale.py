@@ -262,7 +262,7 @@ except OSError as error:
     sys.exit(f"no lease: {error}")
 print("held", flush=True)
 signal.sigwait([signal.SIGIO])
-# Whoever asked has been refused by now, or waits.
+# Each that asked has been refused by now, or waits.
 time.sleep(0.3)
 print("asked", flush=True)
 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

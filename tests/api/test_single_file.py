@@ -147,7 +147,7 @@ def test_the_path_stays_as_it_is_until_the_file_is_closed(parent, data):
     file.write(b"new")
     file.discard()
     for call in (file.close, file.discard):
-        call()  # once more does nothing
+        call()  # a second call does nothing
     assert path.read_bytes() == data
     assert names(parent) == ["file"]
     with pytest.raises(ValueError, match="closed"):
@@ -215,7 +215,7 @@ def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             call()
     assert names(parent) == []
-    file.close()  # once more does nothing
+    file.close()  # a second call does nothing
 
 
 @pytest.mark.parametrize("message", ["can't start new thread", "cannot schedule new futures after shutdown"])

@@ -34,7 +34,7 @@ SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that
 def nothing_left():
     yield
     try:
-        fastckpt.background.drain(60)  # raises what nobody has been told
+        fastckpt.background.drain(60)  # raises the errors that no call has raised
     finally:
         fastckpt.background.release_buffers()
 
@@ -813,7 +813,7 @@ def test_a_fork_waits_for_a_line_of_the_log(tmp_path):
             while True:
                 os.write(write, bytes(4096))
         except BlockingIOError:
-            os.set_blocking(write, True)  # full: whoever writes waits
+            os.set_blocking(write, True)  # full: a write waits
         sys.stderr = open(write, "w")
         late()
         failed = fastckpt.save_async(state, target + "-no/c")

@@ -469,7 +469,7 @@ def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
 
 
 def test_what_another_tool_has_brought_is_replaced_and_what_is_not_ours_stays(saved, url):
-    """Mutants: shards right below the URL stay; all that is there goes; a folder of somebody else's goes."""
+    """Mutants: shards right below the URL stay; all that is there goes; a foreign folder goes."""
     plain, source, target = saved("a", 1), saved("c", 2), f"{url}/b"
     objects = Objects.at("test", target)
     for file in FILES:

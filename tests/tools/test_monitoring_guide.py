@@ -70,7 +70,7 @@ def test_failures_are_raised(run, slow, monkeypatch, program):
     monkeypatch.setattr(Job, "_write", fail)
     with pytest.raises(OSError, match="No space left"):
         run(program)
-    fastckpt.background.drain(60)  # raises what nobody has been told
+    fastckpt.background.drain(60)  # raises the errors that no call has raised
 
 
 class Run:

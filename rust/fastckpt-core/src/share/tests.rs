@@ -282,7 +282,7 @@ impl Job {
         }
         self.messages(&all, Purpose::Save, give);
         for (given, &(data, _)) in given.iter().zip(self.share.files()) {
-            assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
+            assert!(!given[data as usize..].contains(&NOBODY), "no rank sends a byte to its writer");
         }
         for index in 0..self.parts.len() {
             self.check_copies(index, &given);

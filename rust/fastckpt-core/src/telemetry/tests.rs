@@ -311,7 +311,7 @@ fn a_job_is_its_launcher() {
     assert_ne!(launch(&none, 8, 1), launch(&step("0"), 8, 1));
     assert_eq!(launch(&none, 8, 1), launch(&none, 8, 2), "two children of a launcher");
     assert_ne!(launch(&none, 8, 1), launch(&none, 9, 1));
-    assert_ne!(launch(&none, 1, 1), launch(&none, 1, 2), "nobody has started them");
+    assert_ne!(launch(&none, 1, 1), launch(&none, 1, 2), "no launcher started them");
     let pod = |address: &'static str, rank: &'static str| {
         Environment::of(move |name| match name {
             "RANK" => Some(rank.into()),
