@@ -1,19 +1,19 @@
-"""How long training is held by an asynchronous save, and when the checkpoint is durable, beside the peers.
+"""How long an asynchronous save stops training, and when the checkpoint is durable, beside the peers.
 
     python benchmarks/async.py --size 2 --rounds 5 --markdown --json async.json
     python benchmarks/async.py --peers-path DIR     # where ``pip install --target DIR torch_checkpointing`` went
 
 Four things are measured, each as a ratio within one run:
 
-- **Stall** of ``save_async`` against one memcpy of the same state into memory that exists, with the same number of
-  threads (``ctypes.memmove``, tensors dealt out to the threads), one after the other in every round. The first save is
+- **Stall** of ``save_async`` against one memcpy of the same state into existing memory, with the same number of
+  threads (``ctypes.memmove``, tensors divided among the threads), in turn in every round. The first save is
   left out: it touches its memory for the first time.
-- **Lazy stall**: the same for ``IO(lazy=True)``, in milliseconds, and what a step waits that comes at once.
+- **Lazy stall**: the same for ``IO(lazy=True)``, in milliseconds, and the wait of a step that follows at once.
 - **Peers**: ``torch.distributed.checkpoint.async_save`` in one process, writing with as many threads, with its default
-  stager and with one that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode where it
-  is installed: the seconds until the call returns, and until the checkpoint is durable. They do not sync, or not
+  stager and with a stager that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode if it
+  is installed: the seconds until the call returns, and until the checkpoint is durable. They sync nothing, or not
   everything, so an fsync of every file and directory is added to their time to durability and to nothing else.
-  Contenders take turns, each round begins with another.
+  Contenders take turns, and each round begins with another one.
 - **Step time** of a training loop of matrix products with and without a save in the background,
   ``IO(threads=1, nice=10)``; torch has the cores of the machine. The stall is not part of a step and is reported beside
   it.
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 
 
 class Memcpy:
-    """Copies a state into memory that exists."""
+    """Copies a state into existing memory."""
 
     def __init__(self, state: State) -> None:
         self.pairs = [(torch.zeros_like(tensor), tensor) for tensor in state.values()]
@@ -124,7 +124,7 @@ def dcp(state: State, path: Path, *, threads: int, stager: Any = None) -> tuple[
 
 
 def kept_stager() -> Any:
-    """A stager of torch.distributed.checkpoint that copies in the call, into memory that it keeps."""
+    """A stager of torch.distributed.checkpoint that copies within the call, into memory that it keeps."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     # Shared memory is for a writer in another process; the rest is for devices.
@@ -132,7 +132,7 @@ def kept_stager() -> Any:
 
 
 class TorchCheckpointing:
-    """torch_checkpointing's manager, which saves asynchronously, staging as it must without CUDA: in the call."""
+    """torch_checkpointing's manager, which saves asynchronously. Without CUDA it must stage within the call."""
 
     def __init__(self) -> None:
         from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager
@@ -142,7 +142,7 @@ class TorchCheckpointing:
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         config = CheckpointManager.Config(
             save=AsyncCheckpointSaverConfig(staging_config=staging),
-            # Its direct I/O writes from any address, which ext4 refuses.
+            # Its direct I/O writes from unaligned addresses, which ext4 refuses.
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         )
         self.manager: Any = config.build()
@@ -162,7 +162,7 @@ class TorchCheckpointing:
 
 
 def contenders(threads: int) -> dict[str, Callable[[State, Path], tuple[float, float]]]:
-    """All that can run here."""
+    """All contenders that can run here."""
     found: dict[str, Any] = {
         "fastckpt": partial(ours, threads=threads),
         "fastckpt, lazy": partial(ours, threads=threads, lazy=True),
@@ -222,7 +222,7 @@ def measure_saves(state: State, directory: Path, rounds: int, threads: int) -> d
 
 
 def measure_steps(state: State, directory: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """Step times of a loop, with saves in the background and without, in turns."""
+    """Step times of a loop with and without saves in the background, in turns."""
     width = 768
     weights = [torch.randn(width, width, requires_grad=True) for _ in range(6)]
     inputs = torch.randn(256, width)

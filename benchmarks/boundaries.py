@@ -4,8 +4,8 @@
 
 Each rank calls ``should_save`` at the end of steps that only sleep, in two ways: with policies that let ranks pass most
 boundaries without asking each other (``Every(steps=...)`` and a signal to listen for), and with a policy of the
-caller's, about which they ask at each. All ranks meet before each boundary, so what they wait for each other does not
-count. The first rank prints the microseconds of a boundary, and those of a step beside it.
+caller's, for which they ask at each. All ranks meet before each boundary, so their waits for each other do not
+count. Rank 0 prints the microseconds of a boundary, and those of a step beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastckpt import when
 
 
 class Never:
-    """A policy of the caller's: what it goes by, the manager cannot know."""
+    """A policy of the caller's: the manager cannot know its rule."""
 
     def due(self, moment: when.Moment) -> bool:
         """Whether the step is to be saved."""
@@ -54,7 +54,7 @@ def measure(directory: str, policy: when.Policy, steps: int, pause: float) -> di
 
 
 def main() -> None:
-    """Measure both ways on all ranks, and print what the first one has measured."""
+    """Measure both ways on all ranks, and print the result of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="boundaries of each way")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of a step")

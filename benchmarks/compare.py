@@ -14,13 +14,13 @@ How it measures, and why:
   (``small``).
 - **Durable**: a save ends when an fsync of every file and of the directory has returned.
 - **Cold**: the page cache is dropped before each cold load; the output says how. **Hot**: all files are read through
-  the page cache before. **into=** fills tensors that exist and are resident: peers that cannot, load and copy. Every
+  the page cache before. **into=** fills existing, resident tensors; peers without such a load copy. Every
   load ends when one byte of each page of the result has been read, or with ``--touch write`` also written: safetensors
   maps the file and would otherwise return before it has read anything.
-- **Verified**: fastckpt checks every checksum while it loads, as it does by default (but for ``mmap-only``). In the
+- **Verified**: fastckpt checks every checksum while it loads, the default (except for ``mmap-only``). In the
   first round every contender's result is compared with the state, outside the timing.
 - **Raw** is fio with direct io_uring (4 MiB blocks, 8 in flight, file allocated beforehand, fsync at the end) or,
-  without fio, eight Python threads with O_DIRECT. It is one more contender in every round, so that ratios are taken
+  without fio, eight Python threads with O_DIRECT. It is a contender in every round, so that ratios are taken
   from the same minutes.
 - **Interleaved**: see bench/rounds.py. **One process a contender**: see bench/process.py. **CPU, faults, memory**: see
   bench/measure.py. A contender that is not installed or fails is named with its reason.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 PEERS = tuple(name for name in registry() if bars.is_peer(name))
 CHECKED = ("auto", "uring", "threads", "slabs", "zero-copy", "mmap-only", "torch-file")
-# A short run is a noisy one; it is also cheap.
+# A short run is noisy but cheap.
 SMALL_ROUNDS = 5
 
 
@@ -100,7 +100,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def workloads(chosen: argparse.Namespace) -> list[Workload]:
-    """Return what the options ask for."""
+    """Return the requested workloads."""
     made = []
     for kind in chosen.workload:
         if kind == "small":
@@ -118,9 +118,9 @@ def contenders(chosen: argparse.Namespace, workload: Workload) -> list[Spec]:
     """Return the contenders of one workload, in the order of the table."""
     small = workload.kind in ("many", "small")
     kinds = registry()
-    # The other workloads' contenders are left out without a word; one that cannot store this very state is named.
+    # Contenders of other workloads are left out silently; a contender that cannot store this very state is named.
     numpy = workload.kind == "numpy"
-    # Some take minutes for many tensors; they have to be asked for.
+    # Some take minutes for many tensors; they run only on request.
     wanted = (
         chosen.peers if chosen.peers is not None else ("torch", "safetensors") if workload.kind == "many" else PEERS
     )
@@ -130,7 +130,7 @@ def contenders(chosen: argparse.Namespace, workload: Workload) -> list[Spec]:
 
 
 def bars_of(chosen: argparse.Namespace, workload: Workload, results: dict[str, Any]) -> list[bars.Bar]:
-    """Return the bars that this workload is held against."""
+    """Return the bars for this workload."""
     if workload.kind in ("many", "small"):
         wanted = tuple(operation for operation in ("save", "load") if operation in chosen.operations)
         return bars.no_slower(results, wanted, workload.name)
@@ -163,7 +163,7 @@ def run(chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any], *, markdown: bool) -> None:
-    """Print the tables and what their reader has to know."""
+    """Print the tables and the notes for their readers."""
     for one in document["workloads"]:
         results = one["results"]
         how = f"medians of {one['rounds']} interleaved rounds, saves durable; caches {one['caches']}"

@@ -1,9 +1,9 @@
-"""What the live counters cost: the same save with and without them, turn by turn.
+"""The cost of the live counters: the same save with and without them, in turn.
 
     python benchmarks/counters.py --size 1 --rounds 10
 
-Two processes hold the same state, one with FASTCKPT_TOP=0; they save in turn, so that the disk's moods meet both.
-Prints the median seconds and CPU seconds of each and the ratio of the medians: noise is what the spread says it is.
+Two processes hold the same state, one with FASTCKPT_TOP=0; they save in turn, so that the disk's drift affects both.
+Prints the median seconds and CPU seconds of each, their spread as a measure of noise, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ for _ in sys.stdin:
 
 
 def saver(directory: Path, size: int, counters: str) -> subprocess.Popen[str]:
-    """Start a process that saves when told to."""
+    """Start a process that saves on command."""
     command = [sys.executable, "-c", SAVER, str(directory / f"counters-{counters}"), str(size)]
     environment = {**os.environ, "FASTCKPT_TOP": counters}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,20 +1,20 @@
-"""How long training stands, until a checkpoint is durable, and for a resume: frameworks alone, and with the doors.
+"""The seconds of a stall, until a checkpoint is durable, and of a resume: frameworks with and without fastckpt.
 
     python benchmarks/doors.py --size 1 --rounds 5 --markdown
 
-Each framework saves the same Llama with Adam's moments, in single precision, with its own code and with its door
+Each framework saves the same Llama with Adam's moments, in single precision, with its own code and with its integration
 (:mod:`fastckpt.integrations`). They take turns in one process and one run:
 
 - **stands**: seconds until the framework's call of its save returns, and training goes on.
-- **durable**: seconds until the checkpoint is. For the frameworks, an fsync of every file and directory is added:
-  transformers syncs nothing, and torch.distributed.checkpoint its files alone. For the doors, the removal of the oldest
-  checkpoint is in it.
-- **resume**: seconds that the framework's loading of model, optimizer and schedule takes, from the disk: the page cache
-  of the checkpoint is dropped before. torchtitan is asked for a certain step.
+- **durable**: seconds until the checkpoint is durable. For the frameworks, an fsync of every file and directory is
+  added: transformers syncs nothing, and torch.distributed.checkpoint only its files. With fastckpt, the removal of the
+  oldest checkpoint is included.
+- **resume**: seconds in which the framework loads model, optimizer and schedule from the disk: the page cache
+  of the checkpoint is dropped before. torchtitan loads a given step.
 
 Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
 round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
-``scripts/setup`` installs; Ray Train, which runs in processes of its own, also ``pip install --group ray``.
+``scripts/setup`` installs; Ray Train, which runs in separate processes, also ``pip install --group ray``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def llama(size: int) -> LlamaForCausalLM:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Change every tensor: what is as in the checkpoint before is not written again."""
+    """Change every tensor: unchanged tensors would not be written again."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -82,7 +82,7 @@ class Contender(ABC):
     """A framework with its model, and the checkpoints that it has written to a folder.
 
     Attributes:
-        number: that of the last checkpoint, from 1 on.
+        number: the number of the last checkpoint, from 1 on.
     """
 
     def __init__(self, folder: Path, model: Any = None, optimizer: Any = None) -> None:
@@ -102,7 +102,7 @@ class Contender(ABC):
 
     @abstractmethod
     def save(self) -> Callable[[], None]:
-        """Save, and return what waits until that is durable."""
+        """Save, and return a function that waits until the checkpoint is durable."""
 
     @abstractmethod
     def load(self) -> None:
@@ -206,11 +206,11 @@ class Optimizers:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state by the names of parameters."""
+        """Its state by parameter names."""
         return get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take such a state."""
+        """Load a state by parameter names."""
         set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
@@ -252,7 +252,7 @@ class Torchtitan(Contender):
 
 
 class DeepSpeed(Contender):
-    """An engine of DeepSpeed with ZeRO 1. The last but one is removed, which DeepSpeed leaves to others."""
+    """An engine of DeepSpeed with ZeRO 1. The last but one is removed, which DeepSpeed leaves to its caller."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
         # DeepSpeed reads these variables, some of them when it is imported.
@@ -280,7 +280,7 @@ class DeepSpeed(Contender):
         return self.folder / str(self.number)
 
     def train(self) -> None:
-        """Take a step of the engine's own: ZeRO collects gradients in it."""
+        """Take a step with the engine, in which ZeRO collects gradients."""
         rows = torch.randint(8192, (1, 8))
         self.engine.backward(self.engine(input_ids=rows, labels=rows).loss)
         self.engine.step()
@@ -329,7 +329,7 @@ class RayTrain(Contender):
         self.worker.tell("load")
 
 
-#: Frameworks, and how each is made; behind the bar what saves.
+#: Frameworks, and how each is made; the name of what saves comes after the bar.
 CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
     "transformers' Trainer | fastckpt": lambda place, size: Transformers(place, size, ours=True),

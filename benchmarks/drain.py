@@ -7,12 +7,12 @@ Two things are measured, each as a ratio within one run:
 
 - **Step time** of a training loop, matrix products on one thread of about 50 ms, while ``Manager(remote=)`` drains a
   checkpoint to another directory of the same disk, against the same loop undisturbed. The drain's bandwidth limit is a
-  quarter of what a save to this disk reached in the same run. A control stands beside it: another process that moves
-  the same bytes at the same rate by direct reads and writes, and does nothing else. What that costs is the machine's
+  quarter of the rate of a save to this disk in the same run. A control is another process that moves
+  the same bytes at the same rate by direct reads and writes, and does nothing else. Its cost is the machine's
   part. Rounds alternate.
 - **Rate** of a drain without a limit to an object store, against the store's own client, ``obstore.put`` of the same
-  files, one after the other, each in parts that go in parallel. ``memory://`` by default: then the reads of the local
-  disk and the checksums are what is measured. Rounds alternate, and the page cache is emptied of the files first.
+  files in sequence, each in parallel parts. ``memory://`` by default: then the reads of the local
+  disk and the checksums are measured. Rounds alternate, and the files are dropped from the page cache first.
 
 Medians; GB is 10^9 bytes. ``--check`` exits with 1 when a bar is not met.
 """
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 GB = 10**9
 #: Bars: step time over undisturbed, rate over that of the client.
 STEP, RATE = 1.05, 0.8
-#: Seconds of one step, about.
+#: About the seconds of one step.
 STEP_SECONDS = 0.05
-#: As the client does it for a large object.
+#: The client's values for a large object.
 PART, AT_ONCE = 8 << 20, 8
 
 
@@ -78,7 +78,7 @@ def forget(directory: Path) -> None:
 
 
 def step_of(seconds: float) -> Callable[[], float]:
-    """A step of about so many seconds on one thread; it returns how long it took."""
+    """A step of about ``seconds`` on one thread; returns how long it took."""
     torch.set_num_threads(1)
     width, turns = 512, 1
     left, right = torch.randn(width, width), torch.randn(width, width)
@@ -95,7 +95,7 @@ def step_of(seconds: float) -> Callable[[], float]:
     return step
 
 
-#: Copies the files of a directory at a rate, past the page cache, and touches no byte.
+#: Copies the files of a directory at a given rate, past the page cache, and touches no byte.
 _MOVER = """
 import mmap, os, sys, time
 source, target, limit, block = sys.argv[1], sys.argv[2], float(sys.argv[3]), 8 << 20

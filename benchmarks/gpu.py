@@ -4,16 +4,16 @@
 
 Parts:
 
-- ``link``: what pinned and pageable copies reach between host and device: the limit of everything else.
-- ``disk``: save and load on ``--directory``: fastckpt and the peers that are installed, each in a process of its own,
+- ``link``: the rates of pinned and pageable copies between host and device: the limit of everything else.
+- ``disk``: save and load on ``--directory``: fastckpt and the installed peers, each in its own process,
   in turns with the storage alone and the link alone. Bars: at least 0.95 of the slower of the two.
 - ``tmpfs``: the same, for a ``--directory`` in memory. Bars: at least 0.8 of the link.
-- ``counts``: calls of the core into Python, bytes that the processor copied, how long the interpreter's lock was not to
-  be had, memory, of one state of large tensors and of one with very many small ones.
-- ``training``: what an asynchronous save takes from a training loop: stall, device time, step time.
+- ``counts``: calls of the core into Python, bytes that the processor copied, how long the interpreter's lock was not
+  available, and memory, for a state of large tensors and a state of very many small ones.
+- ``training``: the cost of an asynchronous save for a training loop: stall, device time, step time.
 
-Ratios are of one run, taken round by round; figures are medians. Rounds end when ``--seconds`` are used up. What is
-known is written to ``--json`` after each round. ``--device cpu`` tries the parts out without a GPU, and ``--device
+Ratios are within one run, round by round; figures are medians. Rounds end when ``--seconds`` are used up. The results
+are written to ``--json`` after each round. ``--device cpu`` tries the parts out without a GPU, and ``--device
 standin`` takes the counts with the stand-in of ``tests/harness`` (with ``PYTHONPATH=tests``): bars that need a GPU then
 count as not run.
 """
@@ -41,11 +41,11 @@ from bench.rounds import Outcome, Rounds
 from bench.summary import spread, summarise
 from fastckpt._tools.bench import raw
 
-#: Tensors of the state of many, and bytes of each; with little time fewer.
+#: Tensors of the state of many, and bytes of each; fewer if time is short.
 MANY, MANY_BYTES = 60_000, 16384
-#: Bytes that tell how fast the storage is; and a round of all is to take this share of the time, were all that fast.
+#: Bytes that show how fast the storage is; and the share of the time for a round of all contenders at that speed.
 PROBE, ROUND = 256 * MB, 0.2
-#: The share of the time that one operation of one contender may take.
+#: The most of the time that one operation of one contender may take.
 PATIENCE = 0.25
 #: Shares of memory that a state may take: of the device's, with gradients, products and a second state, and of the
 #: host's, with a snapshot and a file in memory.
@@ -54,10 +54,10 @@ DEVICE_SHARE, HOST_SHARE = 0.35, 0.25
 
 @dataclass
 class DeviceRounds(Rounds):
-    """Rounds that end in time, and go on without whoever fails.
+    """Rounds that end in time, and go on without contenders that fail.
 
     Attributes:
-        until: no round is begun that would end after this moment (``time.monotonic``).
+        until: no round begins that would end after this moment (``time.monotonic``).
         tell: called with the outcome after each turn.
     """
 
@@ -72,7 +72,7 @@ class DeviceRounds(Rounds):
 
     def turn(self, name: str, number: int) -> None:
         if time.monotonic() > self.until:
-            # Also in the first round, in which the bars' contenders come first.
+            # Even in the first round, in which the bars' contenders come first.
             if number == 0:
                 raise ContenderError(name, Failure("the time was used up", ""))
             return
@@ -87,7 +87,7 @@ class DeviceRounds(Rounds):
         say(f"not run: {error}")
 
     def steps(self, name: str, *, compare: bool) -> list[Request]:
-        """Return the requests: only ours also fills tensors that exist."""
+        """Return the requests: only fastckpt also fills existing tensors."""
         wanted = ["save", "load", *(["into"] if name == "fastckpt" else [])]
         path = self.path(name)
         return [Request(each, path, compare=compare and each != "into") for each in wanted]
@@ -112,7 +112,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 class Result:
-    """What a part has found so far, in a file as soon as it is found."""
+    """The results of a part so far, written to a file at once."""
 
     def __init__(self, options: argparse.Namespace, device: Device) -> None:
         self.options = options
@@ -120,17 +120,17 @@ class Result:
         self.found |= {"bars": [], "notes": [], "tables": [], "failed": ""}
 
     def put(self, **more: Any) -> None:
-        """Add to it, or replace what it has by these names."""
+        """Add these results, or replace those of the same names."""
         self.found |= more
         if self.options.json:
-            # Whoever is killed while it writes leaves what was there.
+            # A kill during the write leaves the old file.
             fresh = self.options.json.with_suffix(".new")
             fresh.write_text(json.dumps(self.found, indent=2) + "\n", "utf-8")
             fresh.replace(self.options.json)
 
 
 def fit(device: Device, size: int, result: Result) -> int:
-    """Return ``size``, or what fits into the device's and the host's memory."""
+    """Return ``size``, or less if it does not fit into the device's and the host's memory."""
     room = int(min(DEVICE_SHARE * device.free_bytes(), HOST_SHARE * available_memory()))
     if room < size:
         result.found["notes"].append(f"{size / GB:.3g} GB did not fit into memory: {room / GB:.3g} GB")
@@ -138,7 +138,7 @@ def fit(device: Device, size: int, result: Result) -> int:
 
 
 def storage_rate(directory: Path, size: int) -> float:
-    """Return the bytes a second that the storage takes and gives, the less of the two."""
+    """Return the write or read rate of the storage in bytes a second, whichever is less."""
     storage, file = raw.Device(), directory / "probe"
     try:
         seconds = max(
@@ -160,7 +160,7 @@ def link(options: argparse.Namespace, device: Device, result: Result) -> None:
 
 
 def transfers(options: argparse.Namespace, device: Device, result: Result, *, memory: bool) -> None:
-    """Save and load, in turns with everyone."""
+    """Save and load, in turns with all contenders."""
     until = time.monotonic() + options.seconds
     names = tuple(options.peers.split(",")) if options.peers else ()
 
@@ -231,7 +231,7 @@ def amount(figures: dict[str, Any] | None, key: str) -> str:
 
 
 def counts(options: argparse.Namespace, device: Device, result: Result) -> None:
-    """Count what saves and loads ask of Python and of the processor."""
+    """Count the costs of saves and loads for Python and the processor."""
     from bench.gpu_counts import measure_counts
 
     size = fit(device, int(options.size * GB), result)
@@ -262,7 +262,7 @@ def counts(options: argparse.Namespace, device: Device, result: Result) -> None:
 
 
 def training(options: argparse.Namespace, device: Device, result: Result) -> None:
-    """Measure what a save takes from training."""
+    """Measure the cost of a save for training."""
     from bench.gpu_training import Training, measure_training
 
     if device.name == "standin":
@@ -276,7 +276,7 @@ def training(options: argparse.Namespace, device: Device, result: Result) -> Non
         if "alone" in found:
             result.put(bars=[bar.document() for bar in training_bars(result.found)], tables=training_table(found))
         ours = [f"{mode}: {why}" for mode, why in found["failed"].items() if mode in ("plain", "lazy")]
-        # The name has another meaning for whoever reads the part's result.
+        # The name has another meaning for readers of the part's result.
         result.put(left_out=found["failed"], failed="; ".join(ours))
 
     measure_training(Training(device, size), options.directory, until, tell, d2h, options.rounds)

@@ -1,14 +1,14 @@
-"""What a save leaves to others: the bandwidth of a reader of other files on the same disk while a save runs.
+"""The effect of a save on other processes: the bandwidth of a reader of other files on the same disk during a save.
 
     python benchmarks/neighbour.py --size 2 --rounds 5 --check
 
-A reader of its own process reads a file with O_DIRECT, without end, ``--reader-depth`` blocks of 4 MiB in flight, and
+A reader in a separate process reads a file with O_DIRECT, endlessly, ``--reader-depth`` blocks of 4 MiB in flight, and
 counts. Each round measures it alone, beside a save with ``bandwidth_limit`` set to ``--share`` of the disk's write rate
 (fio, median of three, at the start), and beside a save without a limit; and the limited save alone. The save runs in a
-process of its own, so that it is in the background of nobody's interpreter. The bars: beside the limited save the
-reader keeps at least half of what it has alone; the limited save alone is within a tenth of its limit; beside the
-reader it is not above that. How far it is below is up to the disk and its scheduler: mq-deadline serves reads first,
-and a reader with several blocks in flight leaves a save little. Figures are medians; a ratio is taken from the same
+separate process, so that it shares no interpreter. The bars: beside the limited save the
+reader keeps at least half of its rate alone; the limited save alone is within a tenth of its limit; beside the
+reader it is not above that. How far it is below depends on the disk and its scheduler: mq-deadline serves reads first,
+and a reader with several blocks in flight leaves little for a save. Figures are medians; ratios are from the same
 round.
 """
 
@@ -55,7 +55,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def read_without_end(path: Path, depth: int, total: Any, may_read: Any) -> None:
-    """Read a file over and over past the page cache, ``depth`` blocks in flight, and count into ``total``."""
+    """Read a file repeatedly past the page cache, ``depth`` blocks in flight, and count into ``total``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     blocks = os.fstat(descriptor).st_size // BLOCK
@@ -70,13 +70,13 @@ def read_without_end(path: Path, depth: int, total: Any, may_read: Any) -> None:
 
     for first in range(depth):
         threading.Thread(target=work, args=(first,), daemon=True).start()
-    # The parent's death ends it: a daemon of multiprocessing is killed only by a parent that ends in order.
+    # The parent's death ends it: multiprocessing kills a daemon only if the parent ends normally.
     while os.getppid() != 1:
         time.sleep(0.5)
 
 
 class Reader:
-    """The reader's process; counts from the moment on which it is made."""
+    """The reader's process; counts from its creation on."""
 
     def __init__(self, path: Path, depth: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,9 +91,9 @@ class Reader:
             time.sleep(0.05)
 
     def rate_while(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the bytes a second that it read during the call, and the call's result.
+        """Return its read rate in bytes a second during the call, and the call's result.
 
-        It goes on until a block has come: with a short call on a busy machine that is longer than the call.
+        It goes on until a block was read: with a short call on a busy machine that is longer than the call.
         """
         before, begin = self.total.value, time.perf_counter()
         result = call()
@@ -102,9 +102,9 @@ class Reader:
         return (self.total.value - before) / (time.perf_counter() - begin), result
 
     def pause_while(self, call: Callable[[], Any]) -> Any:
-        """Return the call's result; it reads nothing meanwhile."""
+        """Return the call's result; the reader pauses meanwhile."""
         self.may_read.clear()
-        # What is in flight comes to its end.
+        # Blocks in flight complete.
         time.sleep(0.1)
         try:
             return call()
@@ -165,7 +165,7 @@ def run(chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def bars_of(document: dict[str, Any]) -> list[Bar]:
-    """Return the bars; that on the rate of the save alone has two sides."""
+    """Return the bars; the one on the rate of the save alone has two sides."""
     rounds, limit = document["rounds"], document["limit"]
     kept = statistics.median(one["beside limited"] / one["alone"] for one in rounds)
     beside = statistics.median(one["limited save"] for one in rounds) / limit

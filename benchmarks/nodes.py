@@ -1,16 +1,16 @@
-"""What ``auto`` chooses on nodes of several kinds, and what it reaches beside the best setting by hand.
+"""What ``auto`` chooses on several kinds of nodes, and its speed beside the best setting by hand.
 
     sudo python benchmarks/nodes.py --size 0.25 --rounds 5 --markdown
 
-Each situation has processes of its own, one per rank: bound to some processors (taskset), with the variables of
-torchrun, in a control group with a quota (version 1), on a file system that is mounted for it: ext4 on a loop device,
-tmpfs, overlay, or one in user space that answers each request after ``--delay`` milliseconds, all at the same time. All
-ranks together save a state of ``--size``, each its share to a path of its own, and load it again; then all of them load
+Each situation has its own processes, one per rank: bound to some processors (taskset), with the variables of
+torchrun, in a control group with a quota (version 1), on a file system mounted for it: ext4 on a loop device,
+tmpfs, overlay, or one in user space that answers each request after ``--delay`` milliseconds, in parallel. All
+ranks together save a state of ``--size``, each its share to its own path, and load it again; then all of them load
 one checkpoint as large as a share (``same``). They do so with each setting of ``SETTINGS``, which take turns; then the
-fastest of them takes turns with the defaults. An operation lasts as long as the slowest rank takes. Figures are medians
-over the rounds; the page cache is dropped before each load. ``GB/s`` is what all ranks together save or get. ``of
-best`` is the rate of the defaults divided by that of the fastest setting. On a machine with other work it says little;
-what was chosen does not depend on that.
+fastest of them takes turns with the defaults. An operation lasts as long as its slowest rank. Figures are medians
+over the rounds; the page cache is dropped before each load. ``GB/s`` is the rate of all ranks together. ``of
+best`` is the rate of the defaults divided by that of the fastest setting. On a busy machine it means little;
+the choices do not depend on that.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def situations() -> list[Situation]:
 
 @contextmanager
 def file_system(kind: str, size: int, delay: float) -> Iterator[Path]:
-    """Mount one of the kind; it is gone afterwards."""
+    """Mount a file system of the kind; it is unmounted afterwards."""
     with ExitStack() as undo:
         if kind == "ext4":
             yield undo.enter_context(mounted(size))
@@ -99,7 +99,7 @@ def file_system(kind: str, size: int, delay: float) -> Iterator[Path]:
 
 @contextmanager
 def limited(quota: float | None) -> Iterator[list[Path]]:
-    """Make a control group with this quota; yield the files that a process writes its number to."""
+    """Make a control group with this quota; yield the files to which a process writes its number."""
     if quota is None:
         yield []
         return
@@ -113,7 +113,7 @@ def limited(quota: float | None) -> Iterator[list[Path]]:
 
 
 class Ranks:
-    """The processes of a situation, which do what they are told at the same time."""
+    """The processes of a situation, which follow commands at the same time."""
 
     def __init__(self, situation: Situation, options: argparse.Namespace, groups: list[Path], undo: ExitStack) -> None:
         bound = ["taskset", "-c", situation.bound] if situation.bound else []
@@ -139,16 +139,16 @@ class Ranks:
             self.pipes.append((cast("IO[str]", child.stdin), cast("IO[str]", child.stdout)))
 
     def tell(self, rank: int, *order: str) -> None:
-        """Let one begin an operation with a setting, at a path."""
+        """Have a process begin an operation with a setting, at a path."""
         print(json.dumps(order), file=self.pipes[rank][0], flush=True)
 
     def told(self, rank: int) -> tuple[float, str]:
-        """Wait until it has done so; return the seconds, and what it chose."""
+        """Wait for the operation; return its seconds, and the choice."""
         seconds, chosen = json.loads(self.pipes[rank][1].readline())
         return seconds, chosen
 
     def do(self, operation: str, setting: str, point: Path) -> tuple[float, str]:
-        """Let all do it; return the seconds of the slowest, and what the last rank chose."""
+        """Have all processes do an operation; return the seconds of the slowest, and the choice of the last rank."""
         if operation != "save":
             Path("/proc/sys/vm/drop_caches").write_text("1")
         for rank in range(len(self.pipes)):
@@ -178,12 +178,12 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
         if "same" in kinds:
             ranks.tell(0, "save", "default", str(point / "same"))
             ranks.told(0)
-        # The first of all finds files and memory that nothing has touched.
+        # The very first operation finds untouched files and memory.
         chosen = {kind: ranks.do(kind, "default", point)[1] for kind in kinds}
         by_hand = medians(ranks, point, kinds, [name for name in SETTINGS if name != "default"], options.rounds)
         for kind, seconds in by_hand.items():
             best = min(seconds, key=seconds.__getitem__)
-            # The fastest of eight was lucky, too. So it is measured again, as often as the defaults.
+            # The fastest of eight was also lucky. So it is measured again, as often as the defaults.
             again = medians(ranks, point, [kind], ["default", best], 2 * options.rounds + 1)[kind]
             rates = {name: options.size / median for name, median in (seconds | again).items()}
             found[kind] = {"chosen": chosen[kind], "best": best, "rates": rates}
@@ -191,7 +191,7 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
 
 
 def rank_of_node(order: dict[str, Any]) -> None:
-    """Do an operation for each line of standard input; answer with its seconds and what was chosen."""
+    """Do an operation for each line of standard input; answer with its seconds and the choice."""
     for group in order["groups"]:
         Path(group).write_text(str(os.getpid()))
     import numpy as np
@@ -221,14 +221,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="rounds (default: 3)")
     parser.add_argument("--delay", type=float, default=5.0, help="milliseconds of the slow file system (default: 5)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--only", default="", metavar="TEXT", help="situations whose name has TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only situations whose names contain TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         rank_of_node(json.loads(options.rank))
         return
-    for number_ in (signal.SIGTERM, signal.SIGHUP):  # what is mounted goes, interrupted or not
+    for number_ in (signal.SIGTERM, signal.SIGHUP):  # so that mounts are undone after an interrupt
         signal.signal(number_, lambda got, _: sys.exit(128 + got))
     rows = [["situation", "operation", "default", "GB/s", "best by hand", "GB/s", "of best"]]
     figures = {}

@@ -2,28 +2,28 @@
 
     python benchmarks/ranks.py --size 4 --rounds 5 --markdown --json ranks.json --check
     python benchmarks/ranks.py --aggregate off,8,auto --ranks 8 --kinds short --dir /mnt/shared
-    python benchmarks/ranks.py --layout          # who writes what, for 64 to 16,384 ranks; takes its own options
-    python benchmarks/ranks.py --simulate        # 8 to 16,384 ranks in one process; takes its own options
-    python benchmarks/ranks.py --store           # 1,000 clients on one real TCPStore; takes its own options
+    python benchmarks/ranks.py --layout          # which rank writes what, for 64 to 16,384 ranks; has its own options
+    python benchmarks/ranks.py --simulate        # 8 to 16,384 ranks in one process; has its own options
+    python benchmarks/ranks.py --store           # 1,000 clients on one real TCPStore; has its own options
 
 How it measures, and why:
 
 - **The state** is a Llama-shaped model in bfloat16, of random bytes, in a gloo group of ``--ranks`` processes: rows by
-  rank as FSDP2 has them (``fsdp``), columns as tensor parallelism has them (``column``), or all of it on every rank
+  rank as in FSDP2 (``fsdp``), columns as in tensor parallelism (``column``), or all of it on every rank
   (``replicas``, a quarter of the size). ``many`` is ``--tensors`` tensors of 512 bytes, by rows, and ``short`` is
   tensors of which each rank has 32 or 64 KiB of rows.
-- **Durable**: fastckpt is when it returns. DCP's ``FileSystemWriter`` syncs its files (``sync_files``), and the
-  directory is synced after; the directory of DCP's Hugging Face writer, which consolidates the files of the ranks into
-  whole tensors, is synced after, with what is in it.
+- **Durable**: fastckpt's save is durable when it returns. DCP's ``FileSystemWriter`` syncs its files (``sync_files``),
+  and the directory is synced afterwards. The directory of DCP's Hugging Face writer, which consolidates the ranks'
+  files into whole tensors, is synced afterwards with its contents.
 - **Raw** is fio with direct io_uring, 4 MiB blocks, a sync at the end, its own seconds. The best of several settings
   (jobs, depth) is found first, and takes its turn in every round.
-- **Interleaved**: each round runs every contender once, beginning with another one; figures are medians over rounds.
-- **Teams** (``--aggregate off,4,auto``) are fastckpt alone, with each of these values of ``FASTCKPT_AGGREGATE``: how
+- **Interleaved**: each round runs every contender once and begins with another one; figures are medians over rounds.
+- **Teams** (``--aggregate off,4,auto``): fastckpt alone, with each of these values of ``FASTCKPT_AGGREGATE``: how
   many ranks collect their pieces before they write. In ``4-sent``, ranks do not read each other's memory.
-- **Cold**: the page cache is dropped before each load. Loads fill tensors that exist. In the first round the result is
+- **Cold**: the page cache is dropped before each load. Loads fill existing tensors. In the first round the result is
   compared with the state, outside the timing.
-- **CPU** is that of all ranks. **Written** and **read** are what the kernel counts for all ranks (/proc/self/io).
-  **Extra** is the peak of the resident set of the rank with most, beyond what it had before.
+- **CPU** is that of all ranks. **Written** and **read** are the kernel's counts for all ranks (/proc/self/io).
+  **Extra** is the growth of the peak of the resident set, of the rank with the most.
 - **Coordination** is fastckpt's save of ``many`` without the phases that move bytes, beside ``dcp.save`` with a writer
   that writes nothing.
 
@@ -64,13 +64,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", type=float, default=4.0, help="GB of the state (default: 4)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="processes (default: 4)")
     parser.add_argument("--tensors", type=int, default=10_000, help="tensors of the state many (default: 10000)")
-    parser.add_argument("--saves", type=words, default=list(SAVES), help="who saves (default: all)")
-    parser.add_argument("--loads", type=words, default=list(LOADS), help="who loads (default: all)")
+    parser.add_argument("--saves", type=words, default=list(SAVES), help="contenders that save (default: all)")
+    parser.add_argument("--loads", type=words, default=list(LOADS), help="contenders that load (default: all)")
     parser.add_argument(
         "--kinds",
         type=words,
         default=["fsdp", "column", "replicas", "many"],
-        help="of which states (default: all but short)",
+        help="kinds of states (default: all but short)",
     )
     parser.add_argument(
         "--aggregate", type=words, metavar="TEAMS", help="measure fastckpt alone, with these teams of ranks"
@@ -85,7 +85,7 @@ def parse_options() -> argparse.Namespace:
 
 
 class Run:
-    """One run: what was asked for, the ranks, and what they did."""
+    """One run: the options, the ranks, and the results."""
 
     def __init__(self, chosen: argparse.Namespace, directory: Path) -> None:
         self.chosen, self.directory = chosen, directory
@@ -95,7 +95,7 @@ class Run:
         self.size = int(chosen.size * GB)
 
     def warm_up(self) -> None:
-        """Let everybody do everything once with a small state: what is imported and made late is then there."""
+        """Have every contender do everything once with a small state, so that late imports and allocations are done."""
         self.world.make("fsdp", MB, loads=True)
         for name in {*self.chosen.saves, *self.chosen.loads}:
             path = self.directory / f"warm-{name}"
@@ -144,7 +144,7 @@ class Run:
     def many(self) -> None:
         """Save many small tensors, and plan a save of them."""
         self.world.make("many", 0, self.chosen.tensors)
-        # Once more than there are rounds: the first call makes what later ones keep.
+        # One more than the rounds: the first call allocates memory that later ones keep.
         for number in range(self.chosen.rounds + 1):
             for action, name in (("save", "fastckpt"), ("plan", "dcp")):
                 path = self.directory / f"many-{name}"
@@ -157,7 +157,7 @@ class Run:
 
 
 def figures(calls: list[Call]) -> dict[str, Any]:
-    """Return the figures of one contender: medians over rounds; of memory, the largest of all."""
+    """Return the figures of one contender: medians over rounds; for memory, the largest of all."""
     nbytes = calls[0].state_bytes
     seconds = statistics.median(call.seconds for call in calls)
     return {
@@ -209,7 +209,7 @@ def bars(found: dict[str, dict[str, Any]]) -> list[Bar]:
 
 
 def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list[str]]:
-    """Return what one kind of state and one action cost each contender, head first."""
+    """Return the costs of one kind of state and one action for each contender, head first."""
     raw = found.get(f"{kind} {action} fio", {}).get("gigabytes_per_second")
     rows = [[f"{kind}, {action}", "s", "GB/s", "of raw", "CPU s/GB", "written/byte", "read/byte", "extra MB a rank"]]
     for key, each in found.items():
@@ -227,7 +227,7 @@ def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list
 
 
 def main() -> int:
-    """Measure, print, and say whether the bars are met."""
+    """Measure, print, and return whether the bars are met."""
     for own, module in (("layout", "layout"), ("simulate", "simulation"), ("store", "store")):
         if f"--{own}" in sys.argv[1:]:
             return int(importlib.import_module(f"bench.ranks_{module}").main())

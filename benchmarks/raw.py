@@ -1,10 +1,10 @@
-"""Whether ``fastckpt bench`` measures the raw device as fio does: both write and read the same bytes, taking turns.
+"""Whether ``fastckpt bench`` and fio agree on the raw device: both write and read the same bytes, in turns.
 
     python benchmarks/raw.py DIR --size 1GB --rounds 5
 
-Both have the same block size and depth, direct I/O, memory in huge pages, a file that is allocated beforehand, and a
-sync at the end. Each pair begins with the other one in the next round. Printed are the medians and their ratio; exit
-status 1 if one is off by more than ``--within`` (0.1, that is 10 %). fio must be installed.
+Both have the same block size and depth, direct I/O, memory in huge pages, a preallocated file, and a
+sync at the end. The order changes from round to round. The medians and their ratio are printed; the exit
+status is 1 if one is off by more than ``--within`` (0.1, that is 10 %). fio must be installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ours(device: raw.Device, path: Path, size: int, kind: str) -> float:
 
 
 def turns(directory: Path, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each, by kind and by whom."""
+    """Seconds by kind and by tool."""
     device = raw.Device()
     found: dict[str, dict[str, list[float]]] = {kind: {"ours": [], "fio": []} for kind in ("write", "read")}
     for number in range(rounds):
@@ -46,7 +46,7 @@ def turns(directory: Path, size: int, rounds: int) -> dict[str, dict[str, list[f
 
 
 def main() -> int:
-    """Compare, print, and say whether they agree."""
+    """Compare, print, and return whether they agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", default="1GiB", help="bytes of a transfer, a multiple of 4 MiB (default: 1GiB)")

@@ -5,9 +5,9 @@
 
 ``bytes`` saves models from 1 MB to 2 GB and ``tensors`` many tensors of ``--tensor-size`` bytes, with safetensors and
 torch.save beside fastckpt; ``shards`` and ``threads`` save one model (``--size``) with fastckpt alone. Each point has
-processes of its own and interleaved rounds, as compare.py tells; figures are medians. Loads are cold. torch and
-safetensors are left out above ``--peer-limit`` tensors, where a round of theirs takes minutes. ``--against`` has
-another build of fastckpt take part at every point.
+its own processes and interleaved rounds, as described in compare.py; figures are medians. Loads are cold. torch and
+safetensors are left out above ``--peer-limit`` tensors, where their rounds take minutes. ``--against`` includes
+another build of fastckpt at every point.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def points(chosen: argparse.Namespace, axis: str) -> list[tuple[int, Workload, list[Spec]]]:
-    """Return the points of an axis: its value, what is saved there, by whom."""
+    """Return the points of an axis: value, workload and contenders."""
     peers, ours = list(map(Spec, chosen.peers)), [Spec("fastckpt"), *chosen.against]
     if axis == "bytes":
         return [(size, Workload("model", size), [*peers, *ours]) for size in chosen.bytes]
@@ -74,7 +74,7 @@ def points(chosen: argparse.Namespace, axis: str) -> list[tuple[int, Workload, l
 
 
 def cells(axis: str, value: int, figures: dict[str, Any]) -> list[str]:
-    """Return seconds, CPU seconds and what they mean for one tensor or one GB."""
+    """Return seconds and CPU seconds, in all and for one tensor or one GB."""
     cpu = sum(sample["cpu"] for sample in figures["samples"]) / len(figures["samples"])
     if axis == "tensors":
         unit = report.number(figures["seconds"] / value * 1e6, 1)
@@ -99,7 +99,7 @@ def table(axis: str, sections: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def x_of(axis: str, value: int) -> float | str:
-    """Return where a value stands; few and small numbers at equal distances."""
+    """Return the position of a value; few and small numbers are at equal distances."""
     if axis == "bytes":
         return value / MB
     return value if axis == "tensors" else str(value)

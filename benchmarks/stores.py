@@ -1,20 +1,20 @@
-"""How fast a load from an object store is, beside the store's own client.
+"""The speed of a load from an object store, beside the store's own client.
 
     python benchmarks/stores.py --size 1 --rounds 7 --check
 
-In each round all read the same objects, and take turns to be first:
+In each round all read the same objects, and a different one is first:
 
-- **client**: ``obstore.get_range``, 8 MiB at a time, in as many threads as a load has. It checks nothing, and what it
-  reads stays where the client put it;
+- **client**: ``obstore.get_range``, 8 MiB at a time, in as many threads as a load has. It checks nothing, and the
+  bytes stay where the client put them;
 - **load**: ``fastckpt.load`` into new memory, with every byte compared with its checksum;
-- **into**: the same with ``into=``, tensors that are there.
+- **into**: the same with ``into=``, into existing tensors.
 
-``--store http`` (the default) reads over HTTP from a server on loopback, as S3 gives objects
-(``bench/object_server.py``, in a process of its own, from the page cache). ``--store files`` has the client read files
-itself, without any network: there is nothing to wait for, and what a load adds counts most. All find memory that is
-backed (benchmarks/README.md). ``--url`` takes a place in a real store, of a checkpoint that is there. GB is 10^9 bytes;
-beside the speed stands the processor time of this process. ``--check`` exits with 1 when a load has less than 0.75 of
-the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.
+``--store http`` (the default) reads over HTTP from a server on loopback that acts like S3
+(``bench/object_server.py``, in a separate process, from the page cache). ``--store files`` has the client read files
+itself, without a network: nothing waits, so the overhead of a load counts most. All find memory that is
+backed (benchmarks/README.md). ``--url`` is the place of an existing checkpoint in a real store. GB is 10^9 bytes;
+the processor time of this process is printed beside the speed. ``--check`` exits with 1 when a load has less than 0.75
+of the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BARS = {"load": 0.75, "into": 0.9}
 
 
 def read_all(place: objects.Objects) -> int:
-    """Read all shards below ``place`` with the client alone, and keep all until all is there; the bytes read."""
+    """Read all shards below ``place`` with the client alone, and keep all bytes until the end; return their number."""
     parts = [
         (name, start, min(objects.PART, size - start))
         for name, size in place.sizes().items()
@@ -64,7 +64,7 @@ def read_all(place: objects.Objects) -> int:
 
 
 def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the GB/s, and the CPU seconds per GB, of each round, by way."""
+    """Return the GB/s and the CPU seconds per GB of each round, by way of loading."""
     place = objects.Objects.at("benchmark", url)
 
     def load(**options: Any) -> int:

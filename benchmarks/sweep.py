@@ -1,15 +1,15 @@
-"""What one setting of fastckpt does to its speed: block size, queue depth, threads, engine, number of files, copying.
+"""The effect of one setting on fastckpt's speed: block size, queue depth, threads, engine, number of files, copying.
 
     python benchmarks/sweep.py --size 2 --rounds 5 --json sweep.json --plot sweep.svg
     python benchmarks/sweep.py --axes block,depth --grid --block 1M,4M --depth 4,8,16
     sudo .venv/bin/python benchmarks/sweep.py --loop 4 --size 1
 
-One axis at a time, the others as fastckpt chooses them, or with ``--grid`` every combination. Each setting is a process
-of its own, and each round visits all settings, with the raw device among them; figures are medians. Engine, threads and
+One axis at a time, with the others as fastckpt chooses them, or with ``--grid`` every combination. Each setting has its
+own process, and each round visits all settings and the raw device; figures are medians. Engine, threads and
 files are arguments of ``save`` and ``load``; block size, queue depth and copying are environment variables that exist
-for benchmarks only (FASTCKPT_BLOCK_SIZE, FASTCKPT_QUEUE_DEPTH, FASTCKPT_ZERO_COPY): one that this build does not read
-is named and left out. To hold an axis fixed at another value, set its variable, or FASTCKPT_IO, for the whole run.
-How it measures is told by compare.py. Block sizes take K, M and G for powers of 1024.
+for benchmarks only (FASTCKPT_BLOCK_SIZE, FASTCKPT_QUEUE_DEPTH, FASTCKPT_ZERO_COPY): a variable that this build does not
+read is named and left out. To hold an axis fixed at another value, set its variable, or FASTCKPT_IO, for the whole run.
+The method is described in compare.py. Block sizes accept K, M and G for powers of 1024.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def settings(chosen: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(results: dict[str, Any], titles: dict[str, str]) -> list[list[str]]:
-    """Return the table, head first; what ran is what the save's report says."""
+    """Return the table, head first; the engine that ran is from the save's report."""
     operations = report.operations_of(results)
     rows = [["", "engine", "threads", "files", "blocks"]]
     for operation in operations:
@@ -98,7 +98,7 @@ def table(results: dict[str, Any], titles: dict[str, str]) -> list[list[str]]:
 
 
 def panels(results: dict[str, Any], found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the plot's panels: one an axis, the rates of every operation over its values."""
+    """Return the plot's panels: one per axis, with the rates of every operation over its values."""
     made = []
     for axis in dict.fromkeys(axis for values in found.values() for axis in values):
         lines: dict[tuple[str, str], list[Any]] = {}

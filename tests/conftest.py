@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks for all tests."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from harness import dealing, groups, sharing, workers, zygote
 from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
-# Torch's idle threads spin in wait of the next operator: on a busy machine that takes most of the time of a test that
-# trains. The library of threads reads this once, when torch is imported, here and in all that the tests start.
+# Torch's idle threads spin until the next operator: on a busy machine that takes most of the time of a test that
+# trains. The thread library reads this once, when torch is imported, here and in all processes of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Drawn tests draw the same each time, so that a failure is one of the change at hand. FASTCKPT_TEST_DRAWS=new draws
-# anew, and hypothesis prints how to draw that again.
-with contextlib.suppress(ImportError):  # scripts/gpu takes a machine as it is
+# Drawn tests draw the same values each time, so that a failure comes from the current change. FASTCKPT_TEST_DRAWS=new
+# draws anew, and hypothesis prints how to repeat a draw.
+with contextlib.suppress(ImportError):  # scripts/gpu installs nothing
     from hypothesis import settings
 
     settings.register_profile("same", derandomize=True)
     settings.register_profile("new", derandomize=False, print_blob=True)
     settings.load_profile(os.environ.get("FASTCKPT_TEST_DRAWS", "same"))
 
-# A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
+# Background processes of a shell ignore Ctrl-C, and those of nohup ignore hang-ups; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
@@ -55,7 +55,7 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays, some 700,000 objects: else each collection of garbage, while this goes on
+    """Freeze the 700,000 objects of imports and collection: otherwise each garbage collection, during collection
     and in all tests, would visit them."""
     gc.disable()
     try:
@@ -77,26 +77,26 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Workers, and who has only collected, leave torch and all that was collected as it lies: to let go of it takes an
+    """Workers, and a process that has only collected, do not free torch and the collected tests: that takes an
     interpreter seven seconds."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         atexit.register(_leave, session)
     else:
-        gc.unfreeze()  # libraries complain of what they still have at the end of the process
+        gc.unfreeze()  # libraries complain of remaining objects at the end of the process
 
 
 def _leave(session):
-    """What an interpreter does at its end before it lets go of its objects."""
+    """The steps at an interpreter's end before it frees its objects."""
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # those of others
+    atexit._run_exitfuncs()  # functions of other libraries
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if hasattr(sys, "last_type") else session.exitstatus)  # 1: nobody caught an exception
+    os._exit(1 if hasattr(sys, "last_type") else session.exitstatus)  # 1: an exception was not caught
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_goes_back():
-    """After each file: malloc keeps what tests have freed, and fastckpt its buffers, hundreds of MB in each worker."""
+    """Free memory after each file: malloc keeps freed memory, and fastckpt its buffers, hundreds of MB per worker."""
     yield
     fastckpt.background.release_buffers()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
@@ -120,8 +120,8 @@ def libraries():
 
 @pytest.fixture(scope="module")
 def lasting(forge):
-    """Groups by size, each for all tests of a file that ask for it: the first model that a rank spreads takes it half a
-    second, the next ones a tenth. A test that fails takes its group along."""
+    """Groups by size, each for all tests of a file that use it: a rank takes half a second to spread its first model
+    and a tenth for the next ones. A failed test ends its group."""
     with contextlib.ExitStack() as made:
         free = {}
 
@@ -152,7 +152,7 @@ def children_with_torch():
 
 @pytest.fixture(params=["uring", "threads", "buffered"])
 def engine(request):
-    """Each engine by name. Where the machine refuses one, the core falls back and says so: the state is the same."""
+    """Each engine by name. If the machine refuses one, the core falls back and reports it: the state is the same."""
     return request.param
 
 
@@ -185,7 +185,7 @@ def registry():
 
 @pytest.fixture
 def undeclare(registry):
-    """Has this program declare no type any more, for the rest of a test."""
+    """Clears all type declarations of this program for the rest of a test."""
     from harness.internals import PROCESS
 
     return PROCESS._by_name.clear

@@ -18,8 +18,8 @@ class Bar:
 
     Attributes:
         what: the figure, in words.
-        measured: what it is, or None where the run did not include what it needs.
-        limit: the demand.
+        measured: its value, or None if the run lacks the data for it.
+        limit: the demanded value.
         at_least: whether the figure must reach the limit; else it must not exceed it.
     """
 
@@ -30,7 +30,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether the figure is there and good enough."""
+        """Whether the figure was measured and is good enough."""
         if self.measured is None:
             return False
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
@@ -41,7 +41,7 @@ class Bar:
         return f"{'met   ' if self.met else 'MISSED'}  {self.what}: {measured} ({sign} {self.limit:.3g})"
 
     def document(self) -> dict[str, Any]:
-        """Return what the JSON document says of it."""
+        """Return its entry in the JSON document."""
         return {**asdict(self), "met": self.met}
 
 
@@ -67,8 +67,8 @@ def over_best(
 ) -> Bar:
     """Return the bar on the rate of ``ours`` over that of the best peer at ``peers_operation``, by default the same.
 
-    It also tells what the raw device reaches over that peer, because nobody can do much better than that. ``among``
-    says who the peers in ``results`` are, where these are not all.
+    It also shows the ratio of the raw device to that peer, because no contender can do much better. ``among``
+    names the peers in ``results`` if these are not all.
     """
     best = best_peer(results, peers_operation or operation)
     name, rate = best or ("the best peer", None)
@@ -82,8 +82,8 @@ def over_best(
 def hot_bars(results: Results) -> list[Bar]:
     """Return the bars on hot loads: like is compared with like.
 
-    A peer that maps the file has copied and checked nothing yet; ours that does the same is held against it. Where a
-    load ends with writes, mapped pages are copied as well, and nobody counts as mapping.
+    A peer that maps the file has copied and checked nothing yet; our mapping load is compared with it. If a
+    load ends with writes, mapped pages are copied as well, and no contender counts as mapping.
     """
     peers = {name: figures for name, figures in results.items() if is_peer(name)}
     mapping = {name: figures for name, figures in peers.items() if is_mapped(figures.get("hot", {}))}
@@ -144,7 +144,7 @@ def disk_bars(results: Results) -> list[Bar]:
 
 
 def loop_bars(results: Results) -> list[Bar]:
-    """Return the bars on a loop device over memory, where no disk is in the way and all of it is CPU."""
+    """Return the bars on a loop device over memory, where all costs are CPU costs."""
     return [
         bar
         for operation in ("save", "load")

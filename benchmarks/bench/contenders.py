@@ -1,9 +1,9 @@
-"""Who is measured: fastckpt, the raw device, and the peers that torch and safetensors bring. More in bench.peers.
+"""The contenders: fastckpt, the raw device, and the peers from torch and safetensors. bench.peers has more.
 
-A contender saves a state, loads it, and loads it into memory that exists. Constructing one imports its library and
-raises ImportError where that is missing. A save ends when an fsync of every file and of the directory has returned, or
-it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is atomic as
-well, and pays for it.
+A contender saves a state, loads it, and loads it into existing memory. Its constructor imports its library and
+raises ImportError if that is missing. A save ends when an fsync of every file and of the directory has returned, or
+it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is also
+atomic, and pays for it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
 
 @dataclass(frozen=True)
 class Spec:
-    """A contender's name and what it is made with: its keyword arguments and its environment.
+    """A contender's name, keyword arguments and environment.
 
-    ``module`` has the ``registry()`` that knows its class. Its process imports from the directory ``site`` before any
+    The ``registry()`` of ``module`` has its class. Its process imports from the directory ``site`` before any
     other.
     """
 
@@ -48,7 +48,7 @@ class Spec:
 
     @property
     def kind(self) -> str:
-        """The name of its class in the registry: what stands before a colon."""
+        """The name of its class in the registry: the part before a colon."""
         return self.name.partition(":")[0]
 
     @property
@@ -59,15 +59,15 @@ class Spec:
 
 
 class Contender:
-    """What all of them share.
+    """The base class of contenders.
 
     Attributes:
-        title: what tables call it.
+        title: its name in tables.
         kinds: the workloads that it can store.
         refusal: why it cannot store the others.
-        saves: whether it saves at all; one that does not loads what safetensors has written.
-        note: what a reader of its figures has to know, or an empty string.
-        is_device: whether it is the storage itself, which moves bytes and knows no state.
+        saves: whether it saves at all; a contender that does not loads files of safetensors.
+        note: a note for readers of its figures, or an empty string.
+        is_device: whether it is the storage itself, which moves bytes without a state.
     """
 
     title = ""
@@ -78,7 +78,7 @@ class Contender:
     is_device = False
 
     def warm_up(self, path: Path) -> None:
-        """Find out once, outside the timing, what it needs to know; may write the directory ``path``."""
+        """Test once, outside the timing, what works here; may write the directory ``path``."""
 
     def save(self, state: Any, path: Path) -> Notes:
         """Make ``state`` durable in the new directory ``path``."""
@@ -89,24 +89,24 @@ class Contender:
         raise NotImplementedError
 
     def load_into(self, path: Path, state: Any) -> Any:
-        """Fill the tensors of ``state``: here as ``load_state_dict`` does, by a copy of what was loaded."""
+        """Fill the tensors of ``state``: here by a copy of the loaded tensors, like ``load_state_dict``."""
         fill(state, self.load(path))
         return state
 
     def take_notes(self) -> Notes:
-        """Return what it has to say about the last load, and forget it."""
+        """Return its notes about the last load, and forget them."""
         return {}
 
     def finish(self, loaded: Any, *, write: bool) -> None:
-        """End a load: what was loaded is there, every page of it; ``write`` writes to each. Inside the timing."""
+        """End a load inside the timing: read every page of the result, or with ``write`` write to it."""
         touch(loaded, write=write)
 
     def kept(self, loaded: Any) -> int:
-        """Return how many bytes of host memory the result of a load is."""
+        """Return how many bytes of host memory the result of a load takes."""
         return total_bytes(loaded)
 
     def release(self) -> None:
-        """Let go of what the last load's result stood on, and of other memory that nobody needs until the next turn."""
+        """Free the memory behind the last load's result, and other memory that is not needed until the next turn."""
 
 
 class Torch(Contender):
@@ -181,7 +181,7 @@ class Dcp(Contender):
     def __init__(self) -> None:
         import torch.distributed.checkpoint as dcp
 
-        # It warns that no process group is there, which is what no_dist asks for.
+        # It warns that there is no process group, as no_dist requests.
         warnings.simplefilter("ignore")
         self.library = dcp
 
@@ -192,7 +192,7 @@ class Dcp(Contender):
         return {}
 
     def load(self, path: Path) -> Any:
-        # It only loads into tensors that exist; this is how its own converter to torch.save makes them.
+        # It only loads into existing tensors; its own converter to torch.save makes them in this way.
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -241,7 +241,7 @@ class SafetensorsNumpy(Safetensors):
 
 
 def report_notes(report: Any) -> Notes:
-    """Return what a report of fastckpt tells."""
+    """Return the notes from a report of fastckpt."""
     return {
         "copied": report.copied,
         "engine": report.engine,
@@ -278,7 +278,7 @@ class Fastckpt(Contender):
         self.report: Any = None
 
     def save(self, state: Any, path: Path) -> Notes:
-        # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
+        # Tensors are not split: with room for one more, each shard holds its share, and their number is right.
         split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
         report = self.library.save(state, path, io=self.io, files=self.library.Files(**split))
         self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
@@ -304,7 +304,7 @@ class Fastckpt(Contender):
 
 
 class Raw(Contender):
-    """The device itself. Its notes hold the accounts, which replace what is measured from outside."""
+    """The device itself. Its notes hold the accounts, which replace the outside measurements."""
 
     title = f"raw device ({transfer_name()})"
     kinds = NESTED | {"numpy"}
@@ -338,12 +338,12 @@ def registry() -> dict[str, type[Contender]]:
 
 
 def title(spec: Spec) -> str:
-    """Return what a table calls this contender."""
+    """Return the name of this contender in tables."""
     return spec.title or spec.contender.title
 
 
-# fastckpt's variants: an engine, one way of writing under the automatic engine, or one of loading. The two ways of
-# writing are chosen by a variable of the environment that exists for benchmarks only.
+# fastckpt's variants: an engine, a way of writing under the automatic engine, or a way of loading. The two ways of
+# writing are chosen by an environment variable that exists for benchmarks only.
 VARIANTS = {
     "auto": Spec("fastckpt"),
     **{
@@ -359,14 +359,14 @@ VARIANTS = {
     "torch-file": Spec("fastckpt.torch"),
 }
 
-# Another build of fastckpt, beside the one that is installed; its ``site`` is still to be filled in.
+# Another build of fastckpt, beside the installed one; its ``site`` is filled in later.
 OTHER = Spec("fastckpt:other", title="fastckpt, the build of --against")
 
 
 def knows(variable: str) -> bool:
-    """Whether this build of fastckpt reads an environment variable: its name stands in the compiled core.
+    """Whether this build of fastckpt reads an environment variable: the compiled core contains its name.
 
-    One that is ignored would be measured as if it had an effect.
+    An ignored variable would be measured as if it had an effect.
     """
     from fastckpt import _core
 
@@ -375,7 +375,7 @@ def knows(variable: str) -> bool:
 
 @contextmanager
 def environment(spec: Spec) -> Iterator[None]:
-    """Set the variables, and the path of imports, for the processes that are started meanwhile."""
+    """Set the variables and the import path for processes that start meanwhile."""
     former, path = {name: os.environ.get(name) for name in spec.environment}, sys.path.copy()
     os.environ.update(spec.environment)
     # A process that is spawned gets the path of this one.

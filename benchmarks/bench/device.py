@@ -1,4 +1,4 @@
-"""The raw device, and what is in the page cache."""
+"""The raw device, and the contents of the page cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastckpt._tools.bench import caches, raw
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Bytes a second; what takes longer than this allows hangs.
+# Bytes a second; a slower operation counts as hanging.
 SLOWEST = 10 * MB
 
 # -- the raw device ----------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def transfer(path: Path, size: int, kind: str) -> dict[str, Any]:
 
 
 def transfer_name() -> str:
-    """Return what the raw device is measured with."""
+    """Return the tool that measures the raw device."""
     return "fio, io_uring, direct" if shutil.which("fio") else "Python threads, direct"
 
 
@@ -41,16 +41,16 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
     """Write or read ``size`` bytes with fio; return its seconds, CPU seconds and faults."""
     options = f"--name=raw --rw={kind} --bs={BLOCK} --iodepth={IN_FLIGHT} --direct=1 --ioengine=io_uring".split()
     options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
-    options.append("--thread")  # so that to kill it is to kill its job
+    options.append("--thread")  # so that a kill also ends its job
     command = ["fio", *options, f"--size={size}", f"--filename={path}", "--output-format=json"]
-    # In small pages requests are smaller, and some devices are then half as fast as they can be.
+    # With small pages requests are smaller, and some devices are then half as fast.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     limit = 60 + size / SLOWEST
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=limit)
     try:
         done = run()
     except subprocess.TimeoutExpired:
-        # Seen once: it waited for its own job for ever, without using the processor.
+        # Seen once: it waited forever for its own job, without using the processor.
         print(f"fio did not come back from its {kind} of {path}; once more", file=sys.stderr)
         done = run()
     if done.returncode:
@@ -70,7 +70,7 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
 
 
 def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
-    """Write or read ``size`` bytes as ``fastckpt bench`` does: with O_DIRECT from Python threads; return the same."""
+    """Write or read ``size`` bytes like ``fastckpt bench``: with O_DIRECT from Python threads; return the same."""
     device = raw.Device()
     transfer = device.write(path, size) if kind == "write" else device.read(path)
     sample, _ = measure(lambda: transfer.run(time.monotonic()))
@@ -82,15 +82,15 @@ def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 MADV_POPULATE_WRITE = 23
-# More of the free memory than this, and the kernel would make room: files leave the page cache, contenders are killed.
+# Above this share of the free memory, the kernel would make room: drop files from the page cache, kill contenders.
 SHARE = 0.75
 
 
 def back_memory(size: int) -> None:
-    """Touch ``size`` bytes of memory and give them back, so that whoever comes next finds free pages that are backed.
+    """Touch ``size`` bytes of memory and give them back, so that the next contender finds free pages that are backed.
 
-    A host may take the free pages of a virtual machine back, and their next touch then costs seconds a GB. Who has
-    saved through the page cache would find its pages, dropped a moment ago, and who has not would pay. Where less is
+    A host may take free pages back from a virtual machine, and their next touch then costs seconds a GB. A contender
+    that saved through the page cache would find its pages, dropped a moment ago, and the others would pay. If less is
     free, three quarters of that are touched.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
@@ -129,7 +129,7 @@ def fsync_tree(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file."""
+    """Remove a directory with its contents, or a file."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""The demands on figures of a device: each is met, missed, or was not measured and says why."""
+"""The demands on figures of a device: each is met, missed, or not measured for a given reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceBar(Bar):
     """A bar that may not have been measured.
 
     Attributes:
-        absent: why the figure says nothing, or an empty string.
+        absent: why the figure does not count, or an empty string.
     """
 
     absent: str = ""
@@ -45,7 +45,7 @@ class DeviceBar(Bar):
 
 
 def elsewhere(device: str) -> str:
-    """Return why a figure from this device says nothing of a GPU, or an empty string."""
+    """Return why a figure from this device is not valid for a GPU, or an empty string."""
     return "" if device == "cuda" else f"measured on {device}, not on a GPU"
 
 
@@ -71,14 +71,14 @@ def transfer_bars(outcome: Outcome, device: str, *, memory: bool) -> list[Device
 
 
 def count_bars(found: dict[str, Any]) -> list[DeviceBar]:
-    """Return the bars on counts; they hold on any device that is not the host itself."""
+    """Return the bars on counts; they hold on any device except the host itself."""
     absent = "the CPU is no other device" if found["device"] == "cpu" else ""
     states = found["states"]
     bars = []
     for state, operations in states.items():
         for name, each in operations.items():
             what = f"{name}, {state}"
-            # Nothing but an asynchronous save, which asks for all copies at the call, can do without calls.
+            # Only an asynchronous save, which requests all copies at the call, needs no calls.
             unseen = "" if each["calls"] or name == "save_async" else "no call was seen, so they were not counted"
             unseen = unseen or ("" if each["bytes"] >= CALLS_BYTES else "the state is too small")
             bars.append(
@@ -102,7 +102,7 @@ def training_bars(found: dict[str, Any]) -> list[DeviceBar]:
         stall = 1e3 * max(lazy["call"] + lazy["held"], lazy.get("reported", 0.0))
         lost = lazy["lost"]
     small = "" if found["bytes"] >= STALL_BYTES else f"the state has only {found['bytes'] / GB:.3g} GB"
-    # Windows differ by themselves; a difference within that is none.
+    # Windows differ by chance; a difference within that range does not count.
     hidden = max(0.0, found["copy"] - found["forward_backward"]) + found.get("noise", 0.0)
     what = "save_async(io=IO(lazy=True)), then a step"
     return [

@@ -1,4 +1,4 @@
-"""Who saves from a device and loads to it. Each takes the name of the device; see bench.contenders."""
+"""The contenders that save from a device and load to it. Each gets the name of the device; see bench.contenders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Contender):
-    """What all of them share: a load has ended when the device has the bytes, and takes no memory of the host.
+    """The base class: a load has ended when the device has the bytes, and its result takes no host memory.
 
     Attributes:
-        needs: the module without which it cannot run; nothing is started to find that out.
+        needs: the module that it requires; this is checked without starting anything.
     """
 
     kinds = frozenset({"model", "many"})
@@ -128,7 +128,7 @@ class TorchDevice(OnDevice, Torch):
 
 
 class DcpDevice(OnDevice, Dcp):
-    """``torch.distributed.checkpoint``: it loads into tensors that it finds, made on the device as part of the load."""
+    """``torch.distributed.checkpoint``: it loads into given tensors, made on the device as part of the load."""
 
     kinds = OnDevice.kinds
 
@@ -252,7 +252,7 @@ class InstantTensor(OnDevice, peers.LoadsSafetensors):
 
 
 def registry() -> dict[str, type[Contender]]:
-    """Return every contender by name, in the order of the tables, and of the first round: the bars' ones first."""
+    """Return every contender by name, in the order of the tables and of the first round: those with bars first."""
     return {
         "raw": Storage,
         "link": LinkAlone,
@@ -273,7 +273,7 @@ def specs(device: str, names: tuple[str, ...] = ()) -> list[Spec]:
     kinds = [kind for kind in registry() if not names or kind in names]
     found = [Spec(kind) for kind in kinds]
     if device == "cuda" and "fastsafetensors" in kinds:
-        # Last: cuFile may hang where it is not set up, and takes the time of whoever follows.
+        # Last: cuFile may hang if it is not set up, and would take the time of later contenders.
         found.append(Spec("fastsafetensors:gds", {"gds": True}, title="fastsafetensors, GDS"))
     return [
         Spec(spec.name, {**spec.options, "device": device}, spec.environment, spec.title, __name__) for spec in found

@@ -1,4 +1,4 @@
-"""What a save from a device, and a load to it, ask of Python and of the processor: counts, which need no GPU."""
+"""What a save from a device and a load to it cost Python and the processor: counts, which need no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bench.gpu_device import Device, DeviceWorkload
 
-#: Seconds between two tries of a :class:`Ticker` to have the interpreter's lock.
+#: Seconds between two attempts of a :class:`Ticker` to get the interpreter's lock.
 TICK = 100e-6
 
 
@@ -32,7 +32,7 @@ class Calls:
 
     @contextmanager
     def counting(self) -> Iterator[Calls]:
-        """Inside, calls are counted."""
+        """Count calls inside the ``with`` statement."""
         from fastckpt._tensors import movers
 
         kept = [(movers.Sources, "fill", movers.Sources.fill), (movers.Sinks, "drain", movers.Sinks.drain)]
@@ -58,7 +58,7 @@ class Calls:
 class Ticker:
     """A thread that wants the interpreter's lock every 100 us, and records how late it gets it.
 
-    What it cannot tell apart is a core that it does not get: so it is compared with itself while nothing runs.
+    Waits for the lock and for a core look the same to it, so it is compared with its own result while nothing runs.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Ticker:
 
 
 def idle(seconds: float) -> tuple[dict[str, float], float]:
-    """Return what a :class:`Ticker` finds while nothing else runs, and its usual lateness."""
+    """Return the result of a :class:`Ticker` while nothing else runs, and its usual lateness."""
     with Ticker() as ticker:
         time.sleep(seconds)
     usual = statistics.median(ticker.late)
@@ -100,7 +100,7 @@ def idle(seconds: float) -> tuple[dict[str, float], float]:
 
 
 def operation(device: Device, pinned: Pinned, run: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-    """Do one operation, and return what it asked for; ``run`` returns a report, and what it loaded or None."""
+    """Do one operation and return its counts; ``run`` returns a report, and the loaded state or None."""
     calls, ticker = Calls(), Ticker()
     before, usual = idle(0.3)
 
@@ -141,7 +141,7 @@ def measure_counts(device: Device, workload: DeviceWorkload, directory: Path) ->
     where = str(device.device)
 
     def again(run: Callable[[], Any]) -> dict[str, Any]:
-        # The second time: what is kept for the next save is there then.
+        # Counted the second time, when everything that is kept for the next save exists.
         run()
         found, _ = operation(device, pinned, run)
         return found

@@ -1,4 +1,4 @@
-"""A device that is measured: CUDA or ROCm, the CPU to try out the benchmark itself, or the stand-in of the tests."""
+"""A device to measure: CUDA or ROCm, the CPU to try out the benchmark itself, or the stand-in of the tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
     """A device by name, one of ``DEVICES``.
 
     Raises:
-        ImportError: the stand-in was asked for, and ``tests/`` is not on the path or torch is too old for it.
+        ImportError: the stand-in was requested, and ``tests/`` is not on the path or torch is too old for it.
         RuntimeError: there is no such device.
     """
 
@@ -38,7 +38,7 @@ class Device:
             if not standin.AVAILABLE:
                 raise ImportError("the stand-in device needs torch 2.10 or newer")
         self.name = name
-        # With a number: what torch reports of a tensor has one, and only then are the two equal.
+        # With a number, because the device of a tensor has one in torch, and the two must be equal.
         self.device = torch.device("cpu" if name == "cpu" else f"{name}:0")
         self.module = None if name == "cpu" else torch.get_device_module(self.device)
         if name == "cuda":
@@ -51,23 +51,23 @@ class Device:
         return self.name == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all that the device was asked to do."""
+        """Wait until the device has done all its work."""
         if self.module is not None:
             self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Give back device memory that is kept for tensors to come."""
+        """Give back device memory that is kept for future tensors."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        """Return the bytes of memory that tensors may still take."""
+        """Return the bytes of memory that is free for tensors."""
         if self.is_gpu:
             return int(torch.cuda.mem_get_info(self.device)[0])
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
     def random(self, seed: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-        """Return what makes tensors of random bits (but for signs), the same ones for the same seed."""
+        """Return a maker of tensors of random bits (except for signs), the same ones for the same seed."""
         # The stand-in computes nothing.
         where = torch.device("cpu") if self.name == "standin" else self.device
         generator = torch.Generator(where).manual_seed(seed)
@@ -84,7 +84,7 @@ class Device:
         return torch.zeros(shape, dtype=dtype).to(self.device)
 
     def about(self) -> dict[str, Any]:
-        """Return what the report says of it."""
+        """Return its description for the report."""
         facts: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
         if self.is_gpu:
             its = torch.cuda.get_device_properties(self.device)
@@ -124,10 +124,10 @@ class DeviceWorkload(Workload):
 
 
 class Link:
-    """Copies between the device and host memory that exists, as fast as torch does: the limit of all saves and loads.
+    """Copies between the device and existing host memory, as fast as torch can: the limit of all saves and loads.
 
     Args:
-        device: what is measured.
+        device: the device to measure.
         pinned: whether the host's memory is pinned.
         piece: bytes of a copy.
     """
@@ -173,14 +173,14 @@ def measure_link(device: Device, size: int, rounds: int) -> dict[str, Any]:
 
 
 class Pinned:
-    """Counts the bytes of host memory that are registered with CUDA, by standing before the driver's two calls."""
+    """Counts the bytes of host memory that are registered with CUDA, by wrapping the driver's two calls."""
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
         self.peak = 0
 
     def install(self) -> None:
-        """Count from now on, in this process; nothing is counted where there is no CUDA."""
+        """Count from now on, in this process; without CUDA nothing is counted."""
         if not torch.cuda.is_available():
             return
         runtime: Any = torch.cuda.cudart()
@@ -202,7 +202,7 @@ class Pinned:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can be had."""
+    """Return the bytes of available host memory."""
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

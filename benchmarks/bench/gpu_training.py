@@ -1,8 +1,8 @@
 """A training loop of matrix products on a device, and what an asynchronous save takes from it.
 
 The loop is AdamW over square matrices; its state is three times the parameters. A **window** is a number of steps,
-begun and ended with the device idle. In the windows with a save, the save is asked for after two steps that the device
-has yet to do: a call that waits for the device shows.
+that begins and ends with the device idle. In the windows with a save, the save is requested after two steps that the
+device has yet to do, so that a call that waits for the device shows.
 
 - **call**: seconds until ``save_async`` returns; **held**: seconds that the next step's hooks hold the host.
 - **lost**: seconds that a window with a save takes longer than one without.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bench.gpu_device import Device
 
-#: Steps that are queued when a save is asked for.
+#: Steps that are queued when a save is requested.
 QUEUED = 2
 #: Seconds of a window, at least, and steps in it, at most.
 WINDOW, MOST = 1.0, 400
@@ -59,7 +59,7 @@ class Training:
         device.synchronize()
 
     def forward_backward(self) -> None:
-        """Everything of a step but the update."""
+        """A step without the update."""
         self.optimizer.zero_grad()
         x = self.inputs
         for weight in self.weights:
@@ -72,7 +72,7 @@ class Training:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return the state to save."""
         return {
             "model": {f"layers.{index}.weight": weight.detach() for index, weight in enumerate(self.weights)},
             "optimizer": self.optimizer.state_dict(),
@@ -91,7 +91,7 @@ class Training:
 
 
 class Hooks:
-    """Two hooks of all optimizers, one before fastckpt's own and one behind: what lies between them held the host."""
+    """Two hooks of all optimizers, one before fastckpt's own and one after: the time between them held the host."""
 
     def __init__(self) -> None:
         self.entered = 0.0
@@ -99,7 +99,7 @@ class Hooks:
         self.handles: list[Any] = []
 
     def first(self) -> None:
-        """Put the first one on: before the first lazy save."""
+        """Add the first hook: before the first lazy save."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def enter(*_: object) -> None:
@@ -108,7 +108,7 @@ class Hooks:
         self.handles.append(register_optimizer_step_pre_hook(enter))
 
     def last(self) -> None:
-        """Put the last one on: after the first lazy save."""
+        """Add the last hook: after the first lazy save."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def leave(*_: object) -> None:
@@ -117,7 +117,7 @@ class Hooks:
         self.handles.append(register_optimizer_step_pre_hook(leave))
 
     def remove(self) -> None:
-        """Take both off."""
+        """Remove both."""
         for handle in self.handles:
             handle.remove()
 
@@ -151,13 +151,13 @@ class Saves:
         return lambda: getattr(future, "upload_completion", future).result() and None
 
     def wait_for_staging(self, *_: object) -> None:
-        """Wait before a step until its copies have ended: it leaves that to the training loop."""
+        """Wait before a step until its copies have ended, which it leaves to the training loop."""
         staging, self.staging = self.staging, None
         if staging is not None:
             staging.result()
 
     def close(self) -> None:
-        """End what is kept between saves."""
+        """Close everything that is kept between saves."""
         if self.handle is not None:
             self.handle.remove()
         if self.stager is not None:
@@ -168,7 +168,7 @@ class Saves:
 def window(
     training: Training, steps: int, save: Callable[[], Callable[[], Any]] | None
 ) -> tuple[float, float, Callable[[], Any]]:
-    """Return the seconds of a window, those of the call, and how to wait for what was begun."""
+    """Return the seconds of a window and of the call, and how to wait for the save."""
     training.device.synchronize()
     began = time.perf_counter()
     for _ in range(QUEUED):
@@ -191,7 +191,7 @@ class Rounds:
         rate: the link's rate to the host, GB/s.
 
     Attributes:
-        result: what is known.
+        result: the figures so far.
     """
 
     def __init__(self, training: Training, directory: Path, rate: float) -> None:
@@ -207,7 +207,7 @@ class Rounds:
         self.alone: list[float] = []
         nbytes = sum(weight.nbytes for weight in training.weights) * 3
         step, copy = training.timed(training.step), nbytes / GB / rate
-        # A save is durable long after its copy; a window has to hold the copy.
+        # A save is durable long after its copy; a window must contain the copy.
         wanted = max(WINDOW if training.device.is_gpu else 0.05, 3 * copy)
         self.steps = QUEUED + max(4, min(MOST, round(wanted / step)))
         self.result: dict[str, Any] = {
@@ -236,7 +236,7 @@ class Rounds:
         return sample
 
     def turn(self, number: int) -> None:
-        """Do one round; the one with number 0 warms up, and has the first save of each way: it makes its memory."""
+        """Do one round; round 0 warms up, with the first save of each way, which allocates its memory."""
         for mode in list(self.modes):
             self.alone.append(window(self.training, self.steps, None)[0])
             try:
@@ -262,7 +262,7 @@ class Rounds:
         self.result["extra_bytes"] = grown(self.memory, status("VmHWM"))
 
     def run(self, rounds: int, until: float, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Do at most ``rounds``, one at least; none begins that would end after ``until``.
+        """Do one to ``rounds`` rounds; none begins that would end after ``until``.
 
         ``tell`` gets the result after each.
         """
@@ -292,7 +292,7 @@ def measure_training(
     rounds: int = 5,
 ) -> None:
     """Measure what saves take from training, and give it to ``tell``; see :class:`Rounds`."""
-    # Rounds have the larger part of the time, and steps beside a save the rest.
+    # Rounds get most of the time, and steps beside a save the rest.
     now = time.monotonic()
     measured = Rounds(training, directory, rate)
     measured.run(rounds, now + 0.8 * (until - now), tell)
@@ -300,7 +300,7 @@ def measure_training(
 
 
 def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
-    """Return the seconds of a step, each waited for, while a save is on its way and while none is."""
+    """Return the seconds of a step, each waited for, with and without a save in flight."""
 
     def timed() -> float:
         began = time.perf_counter()

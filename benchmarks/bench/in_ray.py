@@ -1,4 +1,4 @@
-"""A worker of Ray Train that does what a benchmark tells it, one word after the other."""
+"""A worker of Ray Train that follows the commands of a benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Worker:
         place: the storage of the run.
         make: makes the model and its optimizer.
         train: changes every tensor of them.
-        kind: what saves and loads: :class:`Own` or :class:`Door`.
+        kind: the class that saves and loads: :class:`Own` or :class:`Door`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Worker:
             self._worker = listener.accept()
 
     def tell(self, word: str) -> Any:
-        """Have it do something, and return what that returns."""
+        """Have it call something, and return the result."""
         self._worker.send(word)
         return self._worker.recv()
 
@@ -77,7 +77,7 @@ def _begin() -> None:
 
 
 class Own:
-    """As Ray's guide says: files in a temporary directory, which Ray copies to the storage."""
+    """As in Ray's guide: files in a temporary directory, which Ray copies to the storage."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -116,7 +116,7 @@ class Own:
 
 
 class Door:
-    """A ``Manager`` whose checkpoints Ray knows."""
+    """A ``Manager`` whose checkpoints are reported to Ray."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         import ray.train
@@ -133,10 +133,10 @@ class Door:
 
         self.step += 1
         self.manager.save(self.step, self.state)
-        report({"step": self.step}, self.manager)  # Ray hears of the one before, and removes the oldest
+        report({"step": self.step}, self.manager)  # Ray learns of the previous one, and removes the oldest
 
     def wait(self) -> None:
-        """Wait until that is durable."""
+        """Wait until the checkpoint is durable."""
         self.manager.wait()
 
     def path(self) -> str:

@@ -1,4 +1,4 @@
-"""A fast, quiet device: an ext4 image in /dev/shm on a loop device with direct I/O, so that no disk is in the way."""
+"""A fast, quiet device without a disk: an ext4 image in /dev/shm on a loop device with direct I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def command(*words: str) -> str:
-    """Run one; return what it printed.
+    """Run a command; return its output.
 
     Raises:
-        OSError: it failed; the message has what it said.
+        OSError: it failed; the message contains its output.
     """
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -29,7 +29,7 @@ def command(*words: str) -> str:
 def mounted(size: int, memory: Path = Path("/dev/shm")) -> Iterator[Path]:  # noqa: S108 - memory is the point
     """Mount an ext4 of ``size`` bytes and yield its directory; unmount and delete it afterwards, whatever happened.
 
-    All of the image is allocated before, and never given back to tmpfs: else the first contender to write a block
+    The whole image is allocated before, and never given back to tmpfs: otherwise the first contender to write a block
     would pay for its page.
 
     Raises:
@@ -55,7 +55,7 @@ def mounted(size: int, memory: Path = Path("/dev/shm")) -> Iterator[Path]:  # no
 
 
 def unmount(point: Path) -> None:
-    """Unmount; lazily where a process that is being killed still has a file open."""
+    """Unmount; lazily if a process that is being killed still has a file open."""
     try:
         command("umount", str(point))
     except OSError:

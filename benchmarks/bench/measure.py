@@ -1,11 +1,11 @@
 """The accounts of one timed call, taken inside the process that makes it.
 
-- **CPU** is user and system time of all threads of the process. The kernel's own writeback of buffered writes is not in
-  it, which favours what writes through the page cache.
+- **CPU** is user and system time of all threads of the process, without the kernel's writeback of buffered writes,
+  which favours contenders that write through the page cache.
 - **Page faults** are ``ru_minflt`` and ``ru_majflt`` of the process.
-- **Extra memory** is the peak of the resident set during the call, less what was resident before, less the tensors that
-  the call returned.
-- **Mapped** is what became resident as pages of files: a result that is a mapping and not memory of its own.
+- **Extra memory** is the peak of the resident set during the call, minus the resident set before, minus the tensors
+  that the call returned.
+- **Mapped** is the memory that became resident as pages of files: a result that is a mapping of a file.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Sample:
         seconds: wall-clock seconds.
         user: CPU seconds in user mode, all threads.
         system: CPU seconds in the kernel.
-        minor: page faults without I/O, or None where nobody counted.
+        minor: page faults without I/O, or None if they were not counted.
         major: page faults with I/O, or None.
         extra: bytes of memory beyond the state, or None.
         mapped: bytes of the result that are pages of a file, or None.
         copied: bytes that the CPU copied between buffers, as the contender reports it, or None.
-        notes: what the contender says about the call.
+        notes: the contender's notes about the call.
     """
 
     bytes: int
@@ -57,7 +57,7 @@ class Sample:
 
 
 def status(field_name: str) -> int | None:
-    """Return a size from /proc/self/status, such as ``VmRSS`` or ``VmHWM``, in bytes; None where it is not told."""
+    """Return a size from /proc/self/status, such as ``VmRSS`` or ``VmHWM``, in bytes; None if it is not reported."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field_name):
             return int(line.split()[1]) * 1024
@@ -66,12 +66,12 @@ def status(field_name: str) -> int | None:
 
 
 def grown(before: int | None, after: int | None, but: int = 0) -> int | None:
-    """Return by how many bytes a size has grown, without ``but`` of them; None where it is not known."""
+    """Return by how many bytes a size has grown, minus ``but``; None if unknown."""
     return None if before is None or after is None else max(0, after - before - but)
 
 
 def reset_peak() -> bool:
-    """Set the peak of the resident set back to what is resident now; False where the kernel forbids it."""
+    """Reset the peak of the resident set to the current size; False if the kernel forbids it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -80,9 +80,9 @@ def reset_peak() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Have malloc return to the kernel what is free.
+    """Have malloc return free memory to the kernel.
 
-    A job loads once, into fresh memory; without this a second round's load would find the pages of the first.
+    A job loads once, into fresh memory; without this the load of a second round would find the pages of the first.
     """
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
@@ -91,7 +91,7 @@ def give_back_freed_memory() -> None:
 def measure(call: Callable[[], Any], kept: Callable[[Any], int] = lambda _: 0) -> tuple[Sample, Any]:
     """Run ``call`` once; return its accounts and its result.
 
-    ``kept`` tells how many bytes of the result are not extra memory. The sample's ``bytes`` are still 0.
+    ``kept`` returns how many bytes of the result are not extra memory. The sample's ``bytes`` are still 0.
     """
     gc.collect()
     give_back_freed_memory()
@@ -114,10 +114,10 @@ def measure(call: Callable[[], Any], kept: Callable[[Any], int] = lambda _: 0) -
 
 
 def with_notes(sample: Sample, size: int, notes: dict[str, Any]) -> Sample:
-    """Add the bytes that were moved and what the contender reports itself.
+    """Add the moved bytes and the contender's own report.
 
-    A tool that ran elsewhere brings ``seconds``, ``user``, ``system``, ``minor`` and ``major`` of its own: then nothing
-    that was measured here is its account.
+    A tool in another process reports its own ``seconds``, ``user``, ``system``, ``minor`` and ``major``, which replace
+    the measurements of this process.
     """
     notes = dict(notes)
     size, copied = notes.pop("bytes", size), notes.pop("copied", None)

@@ -1,4 +1,4 @@
-"""The options that all scripts share, and where they run."""
+"""The options that all scripts share, and the directories in which they run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_against(made: argparse.ArgumentParser) -> None:
-    """Add the option that has another build of fastckpt take part."""
+    """Add the option that includes another build of fastckpt."""
     made.add_argument(
         "--against",
         type=build,
         default=[],
         metavar="DIR",
-        help="measure another build of fastckpt, too: where pip install --no-deps --target DIR WHEEL has put it",
+        help="also measure another build of fastckpt, installed by pip install --no-deps --target DIR WHEEL",
     )
 
 
@@ -69,7 +69,7 @@ def positive(text: str) -> int:
 
 
 def several(kind: Callable[[str], object]) -> Callable[[str], list[object]]:
-    """Return a parser of a list with commas."""
+    """Return a parser of a comma-separated list."""
 
     def parse(text: str) -> list[object]:
         return [kind(word) for word in text.split(",") if word]
@@ -88,7 +88,7 @@ def amount(text: str) -> int:
 
 @contextmanager
 def working_directory(options: argparse.Namespace, prefix: str) -> Iterator[Path]:
-    """Yield a fresh directory on the storage to be measured; it is gone afterwards, interrupted or not."""
+    """Yield a fresh directory on the storage to be measured; it is removed afterwards, even after an interrupt."""
     # A terminated run cleans up like an interrupted one.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _: sys.exit(128 + got))

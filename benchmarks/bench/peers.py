@@ -1,4 +1,4 @@
-"""Peers that are installed apart from the project, each with the settings that it runs with here, and why."""
+"""Peers that are installed apart from the project, each with its settings here and the reasons for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchCheckpointing(Contender):
         self.manager = self.make(direct=True)
 
     def make(self, *, direct: bool) -> Any:
-        """Return a manager with its O_DIRECT on, as it comes, or off."""
+        """Return a manager with its O_DIRECT on, the default, or off."""
         config = self.library.CheckpointManager.Config(
             items={"state": self.library.ItemSpec()},
             save=self.saver(),
@@ -62,7 +62,7 @@ class TorchCheckpointing(Contender):
 
 
 class LoadsSafetensors(Contender):
-    """One that only loads; its file is written by safetensors, outside the timing."""
+    """A peer that only loads a file that safetensors writes outside the timing."""
 
     saves = False
     note = "loads only, what safetensors has written"
@@ -93,7 +93,7 @@ class RunaiModelStreamer(LoadsSafetensors):
 
     def load_into(self, path: Path, state: Any) -> Any:
         with self.library.SafetensorsStreamer() as streamer:
-            # Tensors that are only copied from may lie in the streamer's own buffers.
+            # Tensors that are only read may stay in the streamer's buffers.
             streamer.stream_file(str(path / "model.safetensors"), owned=False)
             for name, tensor in streamer.get_tensors():
                 state[name].copy_(tensor)
@@ -155,7 +155,7 @@ class Tensorizer(Contender):
 
 
 class FastFileWriter(Torch):
-    """DeepSpeed's ``FastFileWriter`` under ``torch.save``, as its FastCheckpointEngine uses it; ``torch.load``."""
+    """DeepSpeed's ``FastFileWriter`` under ``torch.save``, like in its FastCheckpointEngine; ``torch.load``."""
 
     title = "DeepSpeed FastFileWriter"
 

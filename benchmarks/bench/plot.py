@@ -1,4 +1,4 @@
-"""Pictures of the figures. Light cards with dark ink of their own, so that they read the same on any page."""
+"""Plots of the figures. Light cards with dark ink, so that they look the same on any page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CARD, INK, FAINT = "#fbfbfa", "#24292f", "#d8d8d4"
 OURS, PEER, DEVICE = "#0b7285", "#b7bcc2", "#5c636a"
-# Told apart by colour-blind eyes (Okabe and Ito, 2008).
+# Distinct for colour-blind eyes (Okabe and Ito, 2008).
 LINES = ("#0b7285", "#d55e00", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#5c636a")
 DASHES = ("-", "--", ":", "-.")
 
@@ -47,7 +47,7 @@ def pyplot() -> Any:
             "axes.spines.right": False,
             "legend.frameon": False,
             "lines.linewidth": 1.6,
-            # Text stays text: small files, and a reader's own fonts. The same figures give the same file.
+            # Text stays text: small files, and the reader's fonts. The same figures give the same file.
             "svg.fonttype": "none",
             "svg.hashsalt": "fastckpt",
         }
@@ -58,14 +58,14 @@ def pyplot() -> Any:
 
 
 def write(figure: Any, path: Path) -> None:
-    """Write it, without the date, and forget it."""
+    """Write the figure without a date, and close it."""
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, dpi=150, bbox_inches="tight", pad_inches=0.15)
     pyplot().close(figure)
 
 
 def bars(path: Path, results: Results, heading: str) -> None:
-    """Draw each operation's rate, and below it what it costs in CPU, a bar for each contender."""
+    """Draw each operation's rate, and below it its CPU cost, a bar for each contender."""
     plt = pyplot()
     operations = operations_of(results)
     names = [name for name in results if results[name]]
@@ -109,7 +109,7 @@ def bars(path: Path, results: Results, heading: str) -> None:
 def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
     """Draw one panel for each entry: ``title``, ``x`` and ``y`` (labels), ``log`` and ``lines``.
 
-    Lines are points, pairs of x and y, by ``(who, what)``: who has a colour, what a dash. Where x are words, they stand
+    Lines are points, pairs of x and y, by ``(who, what)``: who has a colour, what a dash. If x are words, they stand
     at equal distances. ``log`` names the axes that are logarithmic: ``x``, ``xy`` or nothing.
     """
     plt = pyplot()
@@ -143,7 +143,7 @@ def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
 
 
 def scale(axis: Any, panel: dict[str, Any]) -> None:
-    """Set the scales of a panel; a logarithmic x is marked where the points are."""
+    """Set the scales of a panel; a logarithmic x has ticks at the points."""
     if "x" in panel.get("log", ""):
         axis.set_xscale("log")
         marks = sorted({x for points in panel["lines"].values() for x, _ in points})

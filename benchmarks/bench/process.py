@@ -1,4 +1,4 @@
-"""One process a contender: started fresh, alive for all rounds as a training process is, holding its own state."""
+"""One process per contender: started fresh, alive for all rounds like a training process, with its own state."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 # Seconds that the import of a contender's libraries may take, at least.
 IMPORTS = 120
 
-# What a round consists of, in its order. Both loads are told apart by what the parent does to the page cache.
+# The operations of a round, in order. The two loads differ by the parent's treatment of the page cache.
 OPERATIONS = ("save", "load", "into", "hot")
 OPERATION_TITLES = {"save": "save", "load": "cold load", "into": "cold load, into=", "hot": "hot load"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """One operation to be done.
+    """A request for one operation.
 
     Attributes:
         operation: one of ``OPERATIONS``.
         path: the checkpoint's directory.
         compare: whether the result is compared with the state, outside the timing.
-        write: whether the touching of the result's pages writes.
+        write: whether the result's pages are written, not only read.
     """
 
     operation: str
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a contender's process can do no more: one line, and the traceback."""
+    """Why a contender's process cannot go on: one line, and the traceback."""
 
     reason: str
     details: str
@@ -64,10 +64,10 @@ class ContenderError(Exception):
 
 
 def prepared(contender: Contender, workload: Workload, request: Request) -> Callable[[], Sample]:
-    """Make what the operation needs; return the operation itself."""
+    """Prepare the operation; return it."""
     path, raw = request.path, contender.is_device
     if request.operation == "save":
-        # The state lives only while it is needed, so that any number of contenders fit into memory.
+        # The state exists only while it is needed, so that any number of contenders fit into memory.
         state = workload.make()
         return lambda: timed_save(contender, state, path)
     target = workload.make_blank() if request.operation == "into" and not raw else None
@@ -159,10 +159,10 @@ class Process:
     Args:
         spec: the contender.
         workload: what it saves.
-        patience: seconds to wait for an answer; None to wait for ever.
+        patience: seconds to wait for an answer; None to wait forever.
 
     Raises:
-        ContenderError: from every method, where the contender cannot go on. ``close`` is still to be called.
+        ContenderError: from every method, if the contender cannot go on. ``close`` must still be called.
     """
 
     def __init__(self, spec: Spec, workload: Workload, patience: float | None = None) -> None:
@@ -176,11 +176,11 @@ class Process:
         theirs.close()
 
     def wait_until_made(self) -> None:
-        """Return when its libraries are imported; several may do that at the same time."""
+        """Return once its libraries are imported; several processes may import at the same time."""
         self.receive(IMPORTS)
 
     def receive(self, least: float = 0) -> Any:
-        """Return the answer of the process; wait ``least`` seconds for it, however little patience there is."""
+        """Return the answer of the process; wait at least ``least`` seconds for it, even with less patience."""
         patience = None if self.patience is None else max(self.patience, least)
         if not self.connection.poll(patience):
             self.process.kill()
@@ -197,7 +197,7 @@ class Process:
         return answer
 
     def send(self, message: Request | None) -> None:
-        """Tell the process something; if it is no more, what it said last, or its status, is the failure."""
+        """Send to the process; if it has ended, its last message or its status is the failure."""
         try:
             self.connection.send(message)
         except ConnectionError:
@@ -205,12 +205,12 @@ class Process:
             raise
 
     def prepare(self, request: Request) -> None:
-        """Have everything ready that the operation needs."""
+        """Have the process prepare the operation."""
         self.send(request)
         self.note = self.receive()
 
     def go(self) -> Sample:
-        """Do what was prepared."""
+        """Do the prepared operation."""
         self.send(None)
         sample: Sample = self.receive()
         return sample
@@ -221,7 +221,7 @@ class Process:
         return self.go()
 
     def close(self) -> None:
-        """End the process; one in the middle of a call may finish it, or it would write into what is being removed."""
+        """End the process after its current call, or it would write into a directory that is being removed."""
         self.connection.close()
         self.process.join(timeout=30)
         self.process.kill()
@@ -231,7 +231,7 @@ class Process:
 def system_calls(process: Process, request: Request) -> int:
     """Return how many system calls the operation made, all threads, counted by strace.
 
-    The accounts of the benchmark itself are in it: some twenty reads below /proc. Slow: every call is stopped twice.
+    This includes the benchmark's own accounts: some twenty reads below /proc. Slow: every call is stopped twice.
     """
     process.prepare(request)
     command = ["strace", "-c", "-f", "-U", "calls,name", "-p", str(process.process.pid)]
@@ -239,7 +239,7 @@ def system_calls(process: Process, request: Request) -> int:
     if tracer.stderr is None:
         raise RuntimeError("strace has no stderr")
     try:
-        # One such line for each thread that is attached; the first tells that the process itself is.
+        # One line for each attached thread; the first is for the process itself.
         first = tracer.stderr.readline()
         if "attached" not in first:
             raise OSError(f"strace could not attach to {process.name}: {first.strip()}")
@@ -260,5 +260,5 @@ def total_calls(output: str) -> int:
 
 
 def say(text: str) -> None:
-    """Report progress where it does not mix with the result."""
+    """Report progress on stderr, apart from the result."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Who saves and loads the state of several ranks: fastckpt, and torch.distributed.checkpoint in its two ways.
+"""The contenders for the state of several ranks: fastckpt, and torch.distributed.checkpoint in its two formats.
 
 Each function is called on all ranks at once, with a flat dict of this rank's tensors and a path.
 """
@@ -29,7 +29,7 @@ def is_first() -> bool:
 
 @functools.cache
 def _ranks(cma: str) -> Any:
-    """A process group of all ranks: one decides once whether its ranks read each other's memory."""
+    """A process group of all ranks: each group decides once whether its ranks read each other's memory."""
     import torch.distributed as dist
 
     return dist.new_group() if cma == "0" else None
@@ -55,7 +55,7 @@ def load_fastckpt(state: State, path: str) -> dict[str, Any]:
 
 
 def save_dcp(state: State, path: str) -> dict[str, Any]:
-    """Save with torch's ``FileSystemWriter``, which syncs its files; the directory is synced after."""
+    """Save with torch's ``FileSystemWriter``, which syncs its files; the directory is synced afterwards."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -80,7 +80,7 @@ def save_dcp_hf(state: State, path: str) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    # Files of 5 GB at most, as fastckpt and transformers write them, and a thread for each.
+    # Files of 5 GB at most, like those of fastckpt and transformers, and a thread for each.
     limit, index, filled = 5 * 10**9, 1, 0
     indices = {}
     for name, tensor in state.items():
@@ -104,12 +104,12 @@ def save_dcp_hf(state: State, path: str) -> dict[str, Any]:
 
 
 def plan_dcp(state: State, path: str) -> dict[str, Any]:
-    """Run ``dcp.save`` with a writer that writes nothing: what is left is planning."""
+    """Run ``dcp.save`` with a writer that writes nothing: only planning is left."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     class Nothing(dcp.StorageWriter):  # type: ignore[misc]
-        """Takes all and keeps nothing."""
+        """Accepts all items and keeps nothing."""
 
         def reset(self, checkpoint_id: Any = None) -> None:
             """Begin."""
@@ -118,11 +118,11 @@ def plan_dcp(state: State, path: str) -> dict[str, Any]:
             """Set up nothing."""
 
         def prepare_local_plan(self, plan: Any) -> Any:
-            """Leave the plan."""
+            """Leave the plan unchanged."""
             return plan
 
         def prepare_global_plan(self, plans: Any) -> Any:
-            """Leave the plans."""
+            """Leave the plans unchanged."""
             return plans
 
         def write_data(self, plan: Any, planner: Any) -> Any:  # noqa: ARG002 - as the base class names them
@@ -163,13 +163,13 @@ def loads(name: str) -> bool:
 
 
 def title(name: str) -> str:
-    """Return what a table calls it. After a colon is the team of fastckpt, and whether its ranks send all bytes."""
+    """Return its name in tables. After a colon is the team of fastckpt, and whether its ranks send all bytes."""
     who, _, team = name.partition(":")
     return f"{TITLES[who]}, FASTCKPT_AGGREGATE={team}" if team else TITLES[who]
 
 
 def of(action: str, name: str) -> Callable[[State, str], dict[str, Any]]:
-    """Return what saves, loads or plans. From now on ranks collect their pieces in the teams that the name has."""
+    """Return the function that saves, loads or plans. From now on ranks collect pieces in the teams of the name."""
     if action == "plan":
         return plan_dcp
     who, _, team = name.partition(":")
@@ -181,7 +181,7 @@ def of(action: str, name: str) -> Callable[[State, str], dict[str, Any]]:
 
 
 def quietly(call: Callable[[State, str], dict[str, Any]], state: State, path: str) -> dict[str, Any]:
-    """Call without the warnings of others."""
+    """Call without the warnings of other libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call(state, path)

@@ -1,10 +1,10 @@
-"""Many ranks in one process, each in a thread: what it costs the first to agree on a save with fastckpt.dcp.
+"""Many ranks in one process, each in a thread: the coordinator's cost of an agreement on a save with fastckpt.dcp.
 
-Every rank runs what ``dcp.save`` with ``fastckpt.dcp.Writer`` runs from its plan to the agreement, in the rounds and in
-the tree of the real protocol; what travels is encoded as it is there. No byte of a tensor is touched. The state is one
-of FSDP, equal DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that
-every so many ranks have; with ``--boxes`` a planner of its own cuts it, so that nothing but boxes describes it. Beside
-it, what torch's default planner does on its coordinator.
+Every rank runs the code of ``dcp.save`` with ``fastckpt.dcp.Writer`` from its plan to the agreement, in the rounds and
+in the tree of the real protocol, with its encoding. No byte of a tensor is touched. The state is one of FSDP: equal
+DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that one rank of
+each stage has; with ``--boxes`` a separate planner cuts it, so that only boxes describe it. Beside it, the work of
+torch's default planner on its coordinator.
 
     PYTHONPATH=benchmarks python -m bench.ranks_dcp --points 8x900,1024x900
 """
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 #: Values of the state.
 VALUES = 20
-#: Values with a tensor, each of the ranks of one stage: every so many ranks have one.
+#: Values with a tensor, each of the ranks of one stage; this many ranks apart.
 STAGES = 8
 COLUMNS = 64
 
 
 @dataclasses.dataclass
 class Traffic:
-    """What the first rank did: bytes of what came up to it by round, of the answer, signs of life, CPU seconds."""
+    """The work of the coordinator: bytes received by round, bytes of the answer, signs of life, CPU seconds."""
 
     received: dict[str, int] = dataclasses.field(default_factory=dict)
     answers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -59,16 +59,16 @@ class Traffic:
 
 
 class _Operation:
-    """The rounds of one rank, which takes what those below it say, and hands on what comes down."""
+    """The rounds of one rank, which takes the messages of the ranks below it, and passes on those from above."""
 
     def __init__(self, rank: int, up: list[queue.Queue[bytes]], down: list[queue.Queue[bytes]], one: Any) -> None:
         self.rank, self.up, self.down = rank, up, down
-        #: One thread runs at a time: a thousand that wait for Python's own lock wake up all the time.
+        #: One thread runs at a time: a thousand threads that wait for Python's lock would wake up all the time.
         self.one = one
         self.traffic = Traffic()
 
     def _take(self, inbox: queue.Queue[bytes]) -> bytes:
-        """What comes next; another thread may run meanwhile."""
+        """Return the next message; another thread may run meanwhile."""
         self.one.release()
         try:
             return inbox.get(timeout=600)
@@ -76,7 +76,7 @@ class _Operation:
             self.one.acquire()
 
     def round(self, name: str, value: Any, *, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any]) -> Any:
-        """As the operation of a process group has it."""
+        """Like the method of a process group's operation."""
         under = below(self.rank, len(self.up))
         data = [self._take(self.up[child]) for child in under]
         self.traffic.received[name] = sum(map(len, data))
@@ -97,7 +97,7 @@ class _Operation:
 
 
 class _Cutting(DefaultSavePlanner):
-    """Gives the parts of tensors by itself, so that nobody knows of a mesh."""
+    """Gives the parts of tensors itself, without a mesh."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -106,7 +106,7 @@ class _Cutting(DefaultSavePlanner):
 
 
 def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
-    """The state of each rank: its local tensors are those of any other."""
+    """The state of each rank: its local tensors equal those of any other rank."""
     mesh = init_device_mesh("cpu", (ranks,))
     size = torch.Size([rows * ranks, COLUMNS])
     model = {
@@ -129,9 +129,9 @@ def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
 
 
 def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tuple[Any, Any]:
-    """The plan of one rank as torch leaves it, with a share of the values, and the one that the rank has made.
+    """The plan of one rank as torch leaves it, with a share of the values, and the plan that the rank made.
 
-    Of tensors both have its boxes, which only matter as such.
+    For tensors, both have the rank's boxes; only their number matters.
     """
     offsets = torch.Size([rank * rows, 0])
     left, own = [], []
@@ -155,7 +155,7 @@ def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tup
 
 
 def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> list[Traffic]:
-    """Agree on a state, all ranks; what each did."""
+    """Have all ranks agree on a state; return the work of each."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         state = state_of(ranks, tensors, rows)
@@ -198,10 +198,10 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
 
 
 def main() -> None:
-    """Print what the command line asks for."""
+    """Print the requested points."""
     parser = argparse.ArgumentParser(prog="python -m bench.ranks_dcp", description=__doc__)
     parser.add_argument("--points", default="8x900,64x900,1024x900", help="ranks x tensors")
-    parser.add_argument("--boxes", action="store_true", help="a planner of its own cuts the state")
+    parser.add_argument("--boxes", action="store_true", help="have a separate planner cut the state")
     parser.add_argument("--no-torch", action="store_true", help="without torch's planner")
     chosen = parser.parse_args()
     for text in chosen.points.split(","):

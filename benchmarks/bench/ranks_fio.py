@@ -1,4 +1,4 @@
-"""The raw device as several processes can use it: fio with the best of several settings."""
+"""The raw device under several processes: fio with the best of several settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench import BLOCK, device
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Jobs and depth of each: one process, or one a rank.
+# Jobs and the depth of each: one process, or one per rank.
 DEPTHS = (4, 8, 32)
 
 
 @dataclass(frozen=True)
 class Fio:
-    """A setting: so many jobs, each with so many blocks in flight, all in one file."""
+    """A setting: a number of jobs, each with a number of blocks in flight, all in one file."""
 
     jobs: int
     depth: int
@@ -30,7 +30,7 @@ class Fio:
 
     @classmethod
     def best(cls, directory: Path, size: int, ranks: int) -> Fio:
-        """Try all settings twice on a quarter of the size, and return the one that wrote fastest.
+        """Try all settings twice on a quarter of the size, and return the fastest at writing.
 
         Raises:
             SystemExit: fio is not installed.
@@ -44,7 +44,7 @@ class Fio:
         return settings[seconds.index(min(seconds))]
 
     def run(self, path: Path, size: int) -> dict[str, float]:
-        """Write and read ``size`` bytes, about; return fio's own seconds, scaled to that size. The file is removed."""
+        """Write and read about ``size`` bytes; return fio's own seconds, scaled to that size. The file is removed."""
         try:
             os.sync()
             saved = self._transfer(path, size, "write")
@@ -59,7 +59,7 @@ class Fio:
         command += ["--ioengine=io_uring", "--thread", f"--numjobs={self.jobs}", f"--size={part}"]
         command += [f"--offset_increment={part}", f"--filename={path}", "--group_reporting", "--output-format=json"]
         if kind == "write":
-            # The whole file is there before; what is timed is the writing.
+            # The whole file exists before; only the writing is timed.
             command += ["--end_fsync=1"]
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, part * self.jobs)

@@ -1,11 +1,11 @@
-"""Who writes and reads what of one checkpoint, for many ranks: the core's own plan, without a byte of tensors.
+"""Which rank writes and reads what of one checkpoint: the core's own plan for many ranks, without a byte of tensors.
 
 The model has 70 billion parameters in bfloat16, a copy of them in float32 and two moments of Adam: 988 GB, in files of
 5 GB. The figures are taken from ``--sample`` ranks, spread over all of them. A save and a load by the ranks that saved
-have a row with teams. Up to 1,024 ranks they have another one without, and at last there is what a format with one file
-for each rank does. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that
-is in whole grains of 4 MiB with one writer each. What travels is a multiple of the state, and the busiest rank writes
-or reads a multiple of the mean. The time and the memory of a plan, the peak of this process, are those of one rank.
+have a row with teams. Up to 1,024 ranks they have another row without, and the last row is for a format with one file
+for each rank. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that
+is in whole grains of 4 MiB with one writer each. The bytes that travel are given as a multiple of the state, and those
+of the busiest rank as a multiple of the mean. A plan's time and memory (this process's peak) are those of one rank.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 LAYERS, WIDTH, WIDE, NARROW, VOCABULARY = 80, 8192, 28672, 1024, 128256
 #: Copies of the parameters, by dtype: weights, the copy of the optimizer, two moments.
 COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F32"))
-#: The parts of a layer that are experts where there are some, and how many.
+#: The parts of a layer that are experts in a mixture of experts, and how many experts there are.
 PARTS, EXPERTS = ("gate", "up", "down"), 64
 SAMPLE = 128
 GRAIN = 4 << 20
 #: Files of the checkpoint.
 FILES = 216
-#: With how many ranks they are looked at.
+#: The numbers of ranks that are examined.
 RANKS = (64, 512, 1024, 8192, 16384)
 MIB = 1 << 20
 
@@ -75,7 +75,7 @@ def hsdp(ranks: int) -> Callable[[str, str], Spread]:
 
 
 def tp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Tensor parallelism over 8 ranks, and rows of what each has over the others."""
+    """Tensor parallelism over 8 ranks, and the rows of each part over the others."""
 
     def spread(_: str, cut: str) -> Spread:
         placements: tuple[tuple[str, int, int], ...] = (("shard", 0, 0), ("replicate", 0, 0))
@@ -89,7 +89,7 @@ def tp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
 
 
 def ep_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """One of 64 experts a rank, by the rows of each over the others; all else by rows over all ranks."""
+    """Experts over 64 ranks, the rows of each over the others; all else by rows over all ranks."""
     whole = fsdp2(ranks)
 
     def spread(name: str, cut: str) -> Spread:
@@ -111,7 +111,7 @@ def pp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
     return spread
 
 
-#: How many kinds of teams a rank may be in, by kind of job: tensors that are cut in different ways have different ones.
+#: How many kinds of teams a rank may be in, by kind of job: tensors with different cuts have different teams.
 TEAMS = {"TP8 x FSDP": 3, "EP64 x FSDP": 3}
 #: Kinds of jobs.
 KINDS = {
@@ -124,7 +124,7 @@ KINDS = {
 
 
 def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
-    """The layout of a job with teams of so many ranks: 0 for as many as the pieces need, 1 for none; and its bytes."""
+    """The layout of a job, and its bytes. ``team`` ranks form a team: 0 for as many as the pieces need, 1 for none."""
     spread_of = KINDS[kind](ranks)
     numbers: dict[Spread, int] = {}
     tensors = []
@@ -144,7 +144,7 @@ def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
 
 
 def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]]:
-    """Figures of the save and the load of a job, with teams as :func:`layout` has them."""
+    """Figures of the save and the load of a job, with teams as in :func:`layout`."""
     measure.give_back_freed_memory()
     measure.reset_peak()
     began = time.process_time()
@@ -265,7 +265,7 @@ HEAD = (
 
 
 def main() -> int:
-    """Print the table of what the command line asks for."""
+    """Print the requested table."""
     parser = argparse.ArgumentParser(prog="ranks.py --layout", description=__doc__)
     parser.add_argument("--layout", action="store_true", help="this")
     parser.add_argument("--ranks", type=_numbers, default=RANKS, help="as in 64,512 (default: 64 to 16384)")
@@ -282,7 +282,7 @@ def main() -> int:
     for kind in chosen.kinds:
         for ranks in chosen.ranks:
             rows = points(kind, ranks, 0, chosen.sample)
-            # In place there is a run for each rank and tensor: too many to lay out, and each alike.
+            # In place there is a run for each rank and tensor: too many to lay out, and all alike.
             if ranks <= 1024:
                 alike = rows[1]["team"] == 1
                 rows += points(kind, ranks, 1, chosen.sample)[: 1 if alike else 2]
@@ -299,7 +299,7 @@ def main() -> int:
 
 
 def draw(path: Path, found: list[dict[str, Any]]) -> None:
-    """Draw runs, opens, peers and what travels in a save, by ranks."""
+    """Draw the runs, opens, peers and travelling bytes of a save, by ranks."""
     from bench import plot
 
     first = found[0]["kind"]

@@ -1,9 +1,9 @@
-"""Many ranks in one process: what it costs them to agree, to lay out and to commit, without a byte of tensors.
+"""Many ranks in one process: the cost of agreement, layout and commit, without a byte of tensors.
 
 Every rank runs the protocol of ``fastckpt.distributed.save`` over a store that is a dict: its table's digest goes up,
-the checkpoint is laid out, and the checksums of what each rank would have written go up and are joined on the way.
+the checkpoint is laid out, and the checksums of the bytes that each rank would write go up and are joined on the way.
 The state is one of FSDP: equal tensors, each cut over all ranks in its first dimension. Beside it, on the same state,
-what torch.distributed.checkpoint's default planner does on its coordinator, as far as it gets in the time.
+the work of torch.distributed.checkpoint's default planner on its coordinator, as far as it gets in the time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POINTS = (
     *((512, tensors) for tensors in (2_000, 10_000, 100_000)),
     (16384, 10_000),
 )
-#: Bytes of the state, about: a model of 70 billion parameters in bfloat16.
+#: About the bytes of the state: a model of 70 billion parameters in bfloat16.
 STATE = 140e9
 #: Items of all ranks together up to which torch's planner is run: it needs about 2 KB and 25 us for each.
 PEER_ITEMS = 600_000
@@ -49,16 +49,16 @@ PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<
 
 @dataclass
 class Traffic:
-    """What one rank exchanges with the store."""
+    """The exchange of one rank with the store."""
 
     requests: int = 0
-    #: Questions to the store, each with an answer: one request may take several.
+    #: Questions to the store, each with an answer: one request may need several.
     operations: int = 0
     sent: int = 0
     received: int = 0
 
     def note(self, request: Any, reply: Any) -> None:
-        """Count a request and its reply; those that no store serves do not count."""
+        """Count a request and its reply, except those that no store serves."""
         if isinstance(request, (Now, Forget, Call)):
             return
         self.requests += 1
@@ -78,7 +78,7 @@ class Traffic:
 
 
 class Store:
-    """A dict, and ranks that take turns; the clock stands still, and nobody is silent."""
+    """A dict, and ranks that take turns; the clock stands still, and no rank is silent."""
 
     def __init__(self, ranks: int) -> None:
         self.values: dict[str, bytes] = {}
@@ -164,22 +164,22 @@ class State:
         self.spread = Spread(tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
 
     def told(self, rank: int) -> Told:
-        """What a rank tells of its table: the whole of what each rank encodes."""
+        """A rank's message about its table: everything that each rank encodes."""
         kinds, kind = kinds_of([("bfloat16", self.shape, None, 0)] * self.tensors)
         table = Table(self.names, kinds, kind, [], None, "[]")
         return Told.of(rank, encode(table), encode_spreads([self.spread]))
 
     def share(self, *grains: int) -> Any:
-        """The layout, as each rank makes it: with page, grain and team, or in place."""
+        """The layout that each rank makes: with page, grain and team, or in place."""
         spread = _core.Spread.mesh(self.spread.ranks, self.spread.mesh, self.spread.placements)
         tensors = [(name, "BF16", self.shape, None, (0,)) for name in self.names]
         options = _core.SaveOptions(shard_size=1 << 50)
         return _core.Share.to_save(tensors, [spread], self.ranks, options, *grains)
 
     def pieces(self, share: Any, *, in_place: bool = True) -> Any:
-        """A function that returns the checksums of what a rank has written, as its core would give them.
+        """A function that returns the checksums of a rank's written bytes, in the form of its core.
 
-        In place, that is whole pages of its part of each tensor, which is faster to compute here than in the core.
+        In place, these are whole pages of its part of each tensor, which is faster to compute here than in the core.
         """
         base, block = _begin(share, self.nbytes)
         begins = base + np.arange(self.tensors, dtype=np.int64) * self.nbytes
@@ -217,7 +217,7 @@ def _cut(first: Any, last: Any, origin: int, step: int) -> tuple[Any, Any]:
 
 
 def _begin(share: Any, nbytes: int) -> tuple[int, int]:
-    """The offset of the first tensor, and the size of blocks: by asking the layout which pieces it takes."""
+    """The offset of the first tensor, and the size of blocks, found by trying which pieces the layout accepts."""
 
     def takes(start: int, length: int) -> bool:
         piece = np.zeros(1, PIECE)
@@ -261,7 +261,7 @@ def _nothing(_: list[Any]) -> None:
 
 
 def simulate(ranks: int, tensors: int) -> dict[str, Any]:
-    """Return what one save costs: seconds of CPU, bytes, requests to the store."""
+    """Return the costs of one save: seconds of CPU, bytes, requests to the store."""
     state = State(ranks, tensors)
     memory = _resident()
     began = time.process_time()
@@ -297,7 +297,7 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
         "duties_cpu": duties - laid_out,
         "protocol_cpu": protocol,
         "all_cpu": total / 2,
-        # What it holds: the table, the layout, and the messages of the last round, which are its largest.
+        # Its memory: the table, the layout, and the messages of the last round, which are its largest.
         "memory": max(0, memory) + store.traffic[0].received,
         "pieces": len(own) // PIECE.itemsize,
         "commit": out[0][1][0],
@@ -311,7 +311,7 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
 
 
 def peer(ranks: int, tensors: int, *, limit: int = PEER_ITEMS) -> dict[str, Any] | None:
-    """Return what torch's default planner costs the coordinator, or None with more items than ``limit``."""
+    """Return the coordinator's cost of torch's default planner, or None with more items than ``limit``."""
     if ranks * tensors > limit:
         return None
     import torch
@@ -428,7 +428,7 @@ def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None
 
 
 def main() -> int:
-    """Simulate what the command line asks for; 1 when a bar is checked and missed."""
+    """Simulate the requested points; return 1 if a checked bar is missed."""
     parser = argparse.ArgumentParser(prog="ranks.py --simulate", description=__doc__)
     parser.add_argument("--simulate", action="store_true", help="this")
     parser.add_argument(

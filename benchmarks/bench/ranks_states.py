@@ -1,4 +1,4 @@
-"""What the ranks of a job hold: random bits, the same ones each time, each rank making only its own part."""
+"""The states of the ranks of a job: random bits, the same ones each time; each rank makes only its own part."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.states import llama_shapes, random_tensor
 
-# fsdp: rows; column: columns (norms by rows); replicas: everybody all of it; many: small tensors by rows;
-# short: tensors of which each rank has 32 or 64 KiB of rows, as of a large model on many.
+# fsdp: rows; column: columns (norms by rows); replicas: every rank has all; many: small tensors by rows; short: tensors
+# of which each rank has 32 or 64 KiB of rows, like a large model on many ranks.
 KINDS = ("fsdp", "column", "replicas", "many", "short")
 
 
@@ -56,7 +56,7 @@ def global_bytes(state: dict[str, Any]) -> int:
 
 
 def local(tensor: Any) -> Any:
-    """Return what this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,18 +1,18 @@
-"""One real TCPStore, and many clients: what a save, a restore and a preemption take of it.
+"""One real TCPStore, and many clients: the cost of a save, a restore and a preemption for it.
 
     python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
 
-Every client is a rank as the store knows it: the protocol, its connections and its threads, of the package itself. It
+Every client is a rank from the store's view: with the package's protocol, connections and threads. It
 has no tensors. A save sends the messages of one with an FSDP state to a file system that many machines share: each
-rank with the checksums of the ranges that the layout deals to it. In a restore the newest checkpoint has one damaged
-block, which one rank meets, and the ranks load the one before. In a preemption a signal comes to one rank in the
-middle of a step, and all leave at one step. The server has a process of its own, the clients share a few; all of them
-share this machine, so seconds are more than a cluster's, where each client has a core. What the server did does not
-depend on that: its CPU seconds, bytes and memory are the kernel's count (the peak of the resident set, beyond what it
-had with all clients connected), operations are what the clients asked.
+rank with the checksums of the ranges that the layout gives to it. In a restore the newest checkpoint has one damaged
+block, which one rank reads, and the ranks load the previous one. In a preemption a signal comes to one rank in the
+middle of a step, and all leave at one step. The server has its own process, and the clients share a few; all of them
+share this machine, so seconds are more than on a cluster, where each client has a core. The work of the server does not
+depend on that: its CPU seconds, bytes and memory are the kernel's counts (the peak of the resident set, minus its size
+with all clients connected), and operations are the requests of the clients.
 """
 
-# ruff: noqa: SLF001 - what ranks exchange is counted and played from within
+# ruff: noqa: SLF001 - the exchange of ranks is counted and driven from within
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ HOME = str(Path(__file__).parent)
 
 
 class Counted(Transport):
-    """A client that counts what it exchanges."""
+    """A client that counts its exchange."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
@@ -77,7 +77,7 @@ class Counted(Transport):
     def serve(self, request: Any, limit: float) -> Any:
         """Serve a request, and count it."""
         reply = super().serve(request, limit)
-        # A wait goes on at the server; to look at it again asks nothing of that.
+        # A wait goes on at the server; to look at it again costs the server nothing.
         if not (isinstance(request, Wait) and request.keys == self._waited):
             self.traffic.note(request, reply)
         self._waited = request.keys if isinstance(request, Wait) and not reply else ()
@@ -103,7 +103,7 @@ class _Session:
 
 
 class Boundary(StepBoundary):
-    """One at which the ranks ask each other; :meth:`passes` is asked before."""
+    """A boundary at which the ranks ask each other, after :meth:`passes` returned False."""
 
     def _passes(self, step: int, *, needed: bool = False) -> bool:  # noqa: ARG002 - as its base has it
         return False
@@ -125,7 +125,7 @@ class Client:
         self.saves.settle = lambda _: []
 
     def manage(self) -> None:
-        """Have what a manager has for its boundaries."""
+        """Make a manager's objects for its boundaries."""
         self.crew = crews.Crew(None, HOME)
         timing = StepTiming()
         schedule = Schedule([when.Every(steps=10**9)], timing)
@@ -175,13 +175,13 @@ class Client:
 
 
 class Job(NamedTuple):
-    """What all clients do together.
+    """The common parameters of all clients.
 
     Attributes:
-        clients: how many there are.
-        tensors: how many the state has.
-        in_place: whether each rank writes its part of each tensor, and not the runs that its team deals to it.
-        together: where their processes meet at each step.
+        clients: their number.
+        tensors: the number of tensors of the state.
+        in_place: whether each rank writes its own part of each tensor, and not the ranges that its team gives to it.
+        together: the barrier at which their processes meet in each step.
     """
 
     clients: int
@@ -197,7 +197,7 @@ class Crowd:
         import torch.distributed as dist
 
         threading.stack_size(STACK)
-        # By default each of a thousand threads that want the interpreter asks for it 200 times a second.
+        # By default each of a thousand threads that want the interpreter requests it 200 times a second.
         sys.setswitchinterval(1.0)
         self.size, self.tensors, self.in_place, self.together = job
         peers.Transport = Counted
@@ -255,7 +255,7 @@ class Crowd:
         return total
 
     def prepare_save(self) -> None:
-        """Make what the ranks say."""
+        """Make the messages of the ranks."""
         state = State(self.size, self.tensors)
         told, share = state.told(0), state.share(*(() if self.in_place else SHARED))
         of = state.pieces(share, in_place=self.in_place)
@@ -268,14 +268,14 @@ class Crowd:
         return self.each(lambda client: client.save(path, said[client]))
 
     def manage(self) -> dict[str, Any]:
-        """Make the managers, unless there are any."""
+        """Make the managers, unless they exist."""
         self.said = []
         if hasattr(self.clients[0], "crew"):
             return {}
         return self.each(Client.manage)
 
     def end(self) -> None:
-        """End the managers, if there are any."""
+        """Close the managers, if they exist."""
         if hasattr(self.clients[0], "crew"):
             self.each(lambda client: client.crew.end())
 
@@ -284,7 +284,7 @@ class Crowd:
         return self.each(Client.restore)
 
     def train(self, begins: float, seconds: float, called: float, whom: int) -> dict[str, Any]:
-        """Take steps, together as the ranks of a job do, until a signal, which comes to one rank, is answered.
+        """Take steps together, like the ranks of a job, until a signal to one rank is answered.
 
         Args:
             begins: when the first step does, by the monotonic clock.
@@ -326,11 +326,11 @@ def _crowd(index: int, crowds: int, port: int, connection: Connection, job: Job)
 
 
 class Server:
-    """The server's process, as the kernel counts it."""
+    """The server's process, with the kernel's counts."""
 
     def __init__(self, process: int) -> None:
         self.at = Path(f"/proc/{process}")
-        #: What it had before the first client came: Python, and torch.
+        #: Its memory before the first client: Python and torch.
         self._bare = self._now()["memory"]
         self._began: dict[str, float] = {}
 
@@ -364,14 +364,14 @@ class Scenes:
 
     def __init__(self, processes: int, clients: int, tensors: int, *, in_place: bool) -> None:
         self.clients = clients
-        # The barrier ends with its last reference, and processes that start have none yet: this one stays.
+        # The barrier ends with its last reference, and starting processes have none yet: this one stays.
         self.job = Job(clients, tensors, in_place, multiprocessing.get_context("spawn").Barrier(processes))
         self.world = World(processes, functools.partial(_crowd, job=self.job))
         self.server = Server(self.world.processes[0].pid)
         self.found: list[dict[str, Any]] = []
 
     def scene(self, name: str, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Run a method of all crowds, and note what it took of the server."""
+        """Run a method of all crowds, and note its cost for the server."""
         self.world.ask("traffic")
         self.server.begin()
         said = self.world.ask(method, *arguments)
@@ -451,7 +451,7 @@ def bars(found: list[dict[str, Any]]) -> list[Bar]:
 
 
 def main() -> int:
-    """Run the scenes that the command line asks for; 1 when a bar is checked and missed."""
+    """Run the requested scenes; return 1 if a checked bar is missed."""
     parser = argparse.ArgumentParser(
         prog="ranks.py --store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

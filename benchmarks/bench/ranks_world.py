@@ -1,8 +1,8 @@
-"""The ranks: processes that stay, with a gloo group among them and its store in a process of its own.
+"""The ranks: lasting processes with a gloo group, whose store has a separate process.
 
-Each call begins for all at once (after a barrier) and is measured in each rank: wall-clock seconds, CPU seconds, the
-peak of its memory, and what the kernel says that it read from and wrote to storage (/proc/self/io). The seconds of a
-call are those from the first rank's begin to the last rank's end.
+Each call begins at once for all (after a barrier) and is measured in each rank: wall-clock seconds, CPU seconds, the
+peak of its memory, and the bytes that by the kernel's count it read from and wrote to storage (/proc/self/io). The
+seconds of a call run from the first rank's begin to the last rank's end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-# Longer than anything here takes on a disk that is not broken.
+# Longer than any call here takes on a working disk.
 PATIENCE = 900
 
 
@@ -38,7 +38,7 @@ class Call:
         read: bytes that all ranks read from storage.
         written: bytes that all ranks wrote to storage.
         state_bytes: bytes of the whole tensors, each counted once.
-        notes: what rank 0 reports.
+        notes: the report of rank 0.
     """
 
     seconds: float
@@ -56,14 +56,14 @@ def _io() -> dict[str, int]:
 
 
 class _Rank:
-    """What a rank's process keeps between calls."""
+    """The data that a rank's process keeps between calls."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
         self.blank: dict[str, Any] = {}
 
     def make(self, kind: str, size: int, count: int, *, loads: bool) -> int:
-        """Make the state, and what loads fill; return the bytes of the whole."""
+        """Make the state and the targets of loads; return the bytes of the whole."""
         self.state, self.blank = {}, {}
         self.state = ranks_states.make(kind, size, count)
         if loads:
@@ -101,13 +101,13 @@ class _Rank:
         }
 
     def compare(self) -> list[str]:
-        """Return the names of what was not loaded as it was saved."""
+        """Return the names of tensors that differ from the saved ones."""
         return ranks_states.differences(self.blank, self.state)
 
 
 def _run(rank: int, size: int, port: int, connection: Connection) -> None:
     """Be a rank until the parent closes."""
-    # One core's worth of torch a rank, as launchers set it.
+    # One thread of torch per rank, as launchers set it.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     import torch
     import torch.distributed as dist
@@ -118,7 +118,7 @@ def _run(rank: int, size: int, port: int, connection: Connection) -> None:
 
 
 def obey(me: Any, connection: Connection) -> None:
-    """Call the methods of ``me`` that the parent asks for, until it closes; the process ends then."""
+    """Call the methods of ``me`` that the parent requests, until it closes; then the process ends."""
     with contextlib.suppress(EOFError):
         while True:
             method, arguments, named = connection.recv()
@@ -132,7 +132,7 @@ def obey(me: Any, connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Have the store, as torchrun's agent does."""
+    """Run the store, like torchrun's agent."""
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -147,7 +147,7 @@ class World:
 
     Args:
         size: how many processes.
-        run: what each does: called with its index, ``size``, the store's port and a connection to the parent.
+        run: the function of each: called with its index, ``size``, the store's port and a connection to the parent.
     """
 
     def __init__(self, size: int, run: Callable[[int, int, int, Connection], None] = _run) -> None:

@@ -1,4 +1,4 @@
-"""What a run prints and writes: tables, the machine, the JSON document."""
+"""The output of a benchmark: tables, the machine, the JSON document."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def operations_of(results: Results) -> list[str]:
-    """Return the operations that anybody did, in their order."""
+    """Return the operations that any contender did, in order."""
     return [operation for operation in OPERATIONS if any(operation in pair for pair in results.values())]
 
 
 def name_of(name: str) -> str:
-    """Return what a table calls the contender of this name."""
+    """Return the title of the contender of this name."""
     known = {spec.name: spec for spec in (*VARIANTS.values(), OTHER)}
     return title(known.get(name, Spec(name)))
 
 
 def speed_table(results: Results) -> list[list[str]]:
-    """Return the table of one workload, head first: how fast, and for how much CPU."""
+    """Return the table of one workload, head first: speed and CPU cost."""
     operations = operations_of(results)
     heads = [
         f"{OPERATION_TITLES[key]}, {column}" if column == "GB/s" else column
@@ -82,7 +82,7 @@ def speed_table(results: Results) -> list[list[str]]:
 
 
 def cost_table(results: Results, operation: str) -> list[list[str]]:
-    """Return what one operation cost each contender, head first."""
+    """Return the costs of one operation for each contender, head first."""
     rows = [[OPERATION_TITLES[operation], *(column for column, _, _ in COST)]]
     for name, pair in results.items():
         if figures := pair.get(operation):
@@ -117,7 +117,7 @@ def render(rows: list[list[str]], *, markdown: bool) -> str:
 
 
 def not_run(reasons: dict[str, str], named: Callable[[str], str]) -> list[str]:
-    """Return who did not run, one line a reason."""
+    """Return the contenders that did not run, one line per reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(named(name))
@@ -125,7 +125,7 @@ def not_run(reasons: dict[str, str], named: Callable[[str], str]) -> list[str]:
 
 
 def remarks(section: dict[str, Any]) -> list[str]:
-    """Return what the reader of a workload's tables has to know."""
+    """Return the notes for readers of a workload's tables."""
     results = section["results"]
     lines = not_run(section["not_run"], name_of)
     lines += [f"{name_of(name)}: {note}." for name, note in section["notes"].items()]
@@ -166,7 +166,7 @@ def file_system(path: Path) -> str:
 
 
 def machine(directory: Path) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the facts on which the figures depend."""
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -192,6 +192,6 @@ def machine_lines(about: dict[str, Any]) -> list[str]:
 
 
 def write_json(path: Path | None, document: dict[str, Any]) -> None:
-    """Write the document where a file was asked for."""
+    """Write the document if a file was given."""
     if path is not None:
         path.write_text(json.dumps(document, indent=1) + "\n")

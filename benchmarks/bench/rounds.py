@@ -1,9 +1,9 @@
 """Interleaved rounds: each runs every contender once.
 
-The next round begins with another contender and goes the other way round, so that nobody always follows the same
-neighbour; the speed of a shared disk drifts, and so figures are medians over rounds. Before each load the page cache is
-dropped or, for a hot one, filled with the files, and before each operation as much free memory is made ready as the
-most wasteful contender takes. In the first round every result is compared with the state.
+The next round begins with another contender and goes in the opposite order, so that no contender always follows the
+same one. The speed of a shared disk drifts, so figures are medians over rounds. Before each load the page cache is
+dropped or, for a hot load, filled with the files. Before each operation as much free memory is made ready as the most
+wasteful contender takes. In the first round every result is compared with the state.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
     Samples = dict[str, dict[str, list[Sample]]]
 
-# So much memory, as a multiple of the state, is made ready for each operation: for what is loaded, and for the page
-# cache of those who read through it.
+# The memory, as a multiple of the state, that is made ready for each operation: for the loaded state, and for the page
+# cache of contenders that read through it.
 MEMORY = 2.25
-# Without these there is nothing to compare: their failure ends the run.
+# The comparison needs these: their failure ends the run.
 ESSENTIAL = ("raw", "fastckpt")
 
 
 @dataclass
 class Outcome:
-    """What a run measured.
+    """The measurements of a run.
 
     Attributes:
         samples: by contender and operation.
-        not_run: reasons by contender, of those that are missing here or have failed.
-        notes: what a reader has to know, by contender.
+        not_run: reasons by contender, for those that are missing here or have failed.
+        notes: notes for readers, by contender.
         calls: system calls by contender and operation, where they were counted.
         caches: how caches were dropped.
     """
@@ -60,9 +60,9 @@ class Rounds:
         specs: the contenders.
         workload: what they save.
         directory: where.
-        operations: which operations, of ``OPERATIONS``; a save that is not among them is done and not recorded.
+        operations: which of ``OPERATIONS``; a save that is not among them is done but not recorded.
         rounds: how many rounds.
-        write: whether the touching of results writes.
+        write: whether the pages of results are written, not only read.
         syscalls: whether one more round counts system calls.
         patience: seconds that a contender has for an operation; None for as long as it takes.
     """
@@ -130,7 +130,7 @@ class Rounds:
         return names if number % 2 == 0 else names[::-1]
 
     def guard(self, name: str, turn: Callable[[], None]) -> None:
-        """Do a contender's turn; one that fails is out."""
+        """Do a contender's turn; if it fails, it is out."""
         path = self.path(name)
         try:
             turn()
@@ -154,9 +154,9 @@ class Rounds:
         return [Request(operation, self.path(name), compare=compare, write=self.write) for operation in wanted]
 
     def make_ready(self, request: Request) -> None:
-        """Bring disk and page cache into the state that the operation demands."""
+        """Bring disk and page cache into the state that the operation needs."""
         if request.operation == "save":
-            # Nothing of an earlier turn may still be on its way to the disk.
+            # No write of an earlier turn may still be in flight.
             os.sync()
         elif request.operation == "hot":
             caches.warm(request.path)

@@ -1,6 +1,6 @@
-"""The states that are saved and loaded: the workloads, all of random bytes, the same ones each time.
+"""The states to save and load: the workloads, all of random bytes, the same ones each time.
 
-Random, because storage that compresses or deduplicates must gain nothing. ``make`` is a function of a module, so that
+They are random, so that storage that compresses or deduplicates gains nothing. ``make`` is a module's function, so that
 each contender's own process can make its own state: memory shared through fork() would be copied by the kernel when a
 direct write pins it.
 """
@@ -36,7 +36,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         if self.kind == "many":
             return f"many: {self.count} tensors of {self.size} bytes"
         amount = f"{self.size / GB:g} GB" if self.size >= GB else f"{self.size / MB:g} MB"
@@ -55,7 +55,7 @@ class Workload:
         return makers.get(self.kind, model_state)(self.size)
 
     def make_blank(self) -> Any:
-        """Return a state of the same shape, all its memory there and zero: what ``into=`` fills."""
+        """Return a state of the same shape, of resident zeros: the target of ``into=``."""
         import numpy as np
 
         state = self.make()
@@ -135,7 +135,7 @@ def huge_state(size: int) -> dict[str, Any]:
 
 
 def many_state(count: int, size: int) -> dict[str, Any]:
-    """Return ``count`` tensors of ``size`` bytes, each with memory of its own."""
+    """Return ``count`` tensors of ``size`` bytes, each with its own memory."""
     import torch
 
     elements = max(1, size // 4)
@@ -192,7 +192,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def leaves(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is not a dict, list or tuple, each with its place."""
+    """Yield each value that is not a dict, list or tuple, with its place."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from leaves(value, (*place, str(key)))
@@ -204,9 +204,9 @@ def leaves(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def as_bytes(leaf: Any) -> Any:
-    """Return the bytes of a contiguous tensor or array as a NumPy vector, or None of another value.
+    """Return the bytes of a contiguous tensor or array as a NumPy vector, or None for another value.
 
-    Of a tensor on another device they are a copy.
+    For a tensor on another device they are a copy.
     """
     import numpy as np
 
@@ -230,9 +230,9 @@ def largest(state: Any) -> int:
 
 
 def touch(state: Any, *, write: bool) -> None:
-    """Read one byte of every page of the state; with ``write`` also write it, as an optimizer's step does.
+    """Read one byte of every page of the state; with ``write`` also write it, like an optimizer's step.
 
-    A file that was mapped is not read, and not the process's own memory, before that.
+    Before that, a mapped file is not read, and is not the process's own memory.
     """
     for _, leaf in leaves(state):
         if getattr(leaf, "nbytes", 0) > mmap.PAGESIZE:

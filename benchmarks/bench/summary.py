@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of what was counted, or None."""
+    """Return the median of the counts, or None."""
     counted = [value for value in values if value is not None]
     return statistics.median(counted) if counted else None
 
 
 def ratio(ours: float | None, theirs: float | None) -> float | None:
-    """Return ``ours`` over ``theirs``, or None where one is missing."""
+    """Return ``ours`` over ``theirs``, or None if one is missing."""
     return ours / theirs if ours is not None and theirs else None
 
 
 def summarise(samples: list[Sample]) -> dict[str, Any]:
     """Return the figures of one contender and one operation.
 
-    Memory is the largest of all rounds, since a first call allocates what later ones reuse; all else are medians.
+    Memory is the largest of all rounds, since a first call allocates what later ones reuse; the rest are medians.
     """
     size = samples[0].bytes
     seconds = statistics.median(sample.seconds for sample in samples)
@@ -58,7 +58,7 @@ def summarise(samples: list[Sample]) -> dict[str, Any]:
 
 
 def summarise_all(outcome: Outcome) -> Results:
-    """Return the figures of all contenders; a load into memory that exists and a cold one share the raw device's."""
+    """Return the figures of all contenders; a load into existing memory and a cold load share the raw device's."""
     results = {
         name: {operation: summarise(samples) for operation, samples in operations.items()}
         for name, operations in outcome.samples.items()
@@ -78,7 +78,7 @@ def is_mapped(figures: dict[str, Any]) -> bool:
 
 
 def section(workload: Workload, outcome: Outcome) -> dict[str, Any]:
-    """Return what the JSON document says of one workload."""
+    """Return the entry of one workload in the JSON document."""
     return {
         "workload": workload.name,
         "kind": workload.kind,

@@ -1,1 +1,1 @@
-"""What is true of everything that is published: scripts/release asks it of a release, tests/release of each build."""
+"""Checks of everything that is published: scripts/release runs them on a release, tests/release on each build."""

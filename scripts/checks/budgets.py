@@ -1,13 +1,13 @@
-"""Counts the lines of product code per folder and holds them against the budgets in ``pyproject.toml``.
+"""Counts the lines of product code per folder and compares them with the budgets in ``pyproject.toml``.
 
     python scripts/checks/budgets.py
 
-Blank lines and comments count. Tests do not: of a Rust file, what follows ``#[cfg(test)]``, and files of tests.
+Blank lines and comments count. Tests do not: the part of a Rust file after ``#[cfg(test)]``, and test files.
 
 No Python function has more than 60 lines below its signature and docstring; clippy counts those in Rust.
 
-Files of tests that name private modules, in imports or in the text of programs, are counted by themselves: each has to
-follow when a private module moves.
+Test files that name private modules, in imports or in the text of programs, are counted separately: each has to
+change when a private module moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRIVATE = re.compile(r"\bfastckpt(?:\.\w+)*\._(?!_)\w|\bfrom fastckpt(?:\.\w+)* 
 
 
 def count(file: Path) -> int:
-    """The lines of a file that are shipped."""
+    """The shipped lines of a file."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".rs":
         text = text.partition("\n#[cfg(test)]\nmod tests {")[0]
@@ -35,13 +35,13 @@ def count(file: Path) -> int:
 
 
 def is_product(file: Path) -> bool:
-    """Whether it is shipped code: no test, benchmark or example."""
+    """Whether it is shipped code, not a test, benchmark or example."""
     aside = {"tests", "benches", "examples"}.intersection(file.parts) or file.stem == "tests"
     return file.suffix in {".py", ".pyi", ".rs"} and not aside
 
 
 def sizes(folders: list[str]) -> dict[str, int]:
-    """For each folder the lines below it that are in no longer name of the list."""
+    """For each folder the lines below it, without those of a deeper folder in the list."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     found = dict.fromkeys(folders, 0)
     for name in map(Path, listed.stdout.splitlines()):
@@ -52,7 +52,7 @@ def sizes(folders: list[str]) -> dict[str, int]:
 
 
 def long_functions(folders: list[str]) -> Iterator[str]:
-    """Those that are too long, with their lines."""
+    """The functions that are too long, with their lines."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in map(Path, listed.stdout.splitlines()):
         if is_product(name) and name.suffix == ".py":
@@ -65,7 +65,7 @@ def long_functions(folders: list[str]) -> Iterator[str]:
 
 
 def private_tests(directory: Path = ROOT / "tests") -> list[str]:
-    """The files of tests that name private modules."""
+    """The test files that name private modules."""
     files = (file for file in sorted(directory.rglob("*.py")) if PRIVATE.search(file.read_text(encoding="utf-8")))
     return [file.relative_to(directory).as_posix() for file in files]
 
@@ -73,7 +73,7 @@ def private_tests(directory: Path = ROOT / "tests") -> list[str]:
 def main() -> int:
     """Print the table; 1 if a folder is over its budget, a function is too long, or tests name too many modules."""
     if sys.version_info < (3, 11):
-        print("budgets: not counted: reading pyproject.toml takes CPython 3.11")
+        print("budgets: not counted: reading pyproject.toml needs CPython 3.11")
         return 0
     import tomllib  # noqa: PLC0415 - newer than the oldest CPython
 
@@ -81,7 +81,7 @@ def main() -> int:
     budgets: dict[str, int] = document["tool"]["fastckpt"]["budgets"]
     found = sizes(list(budgets))
     for folder, lines in found.items():
-        over = " OVER: say what goes for it, or argue for more in pyproject.toml" if lines > budgets[folder] else ""
+        over = " OVER: remove lines, or argue for more in pyproject.toml" if lines > budgets[folder] else ""
         print(f"{folder:40} {lines:6,} of {budgets[folder]:6,}{over}")
     long = [*long_functions(list(budgets))]
     print(*long, sep="\n", end="\n" * bool(long))

@@ -1,6 +1,6 @@
 """The crates that are linked into the wheel: their licences, with the texts, and a bill of them (SBOM).
 
-Both are files of the repository, which scripts/third-party writes; :func:`stale` says which differ from Cargo.lock.
+scripts/third-party writes both to the repository; :func:`stale` returns which of them differ from Cargo.lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS, BILL = "LICENSE-THIRD-PARTY", "rust/crates.cyclonedx.json"
 TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
-#: Licences that ask no more than their text, and what was agreed to beside them.
+#: Licences that require only their text, and the accepted exceptions.
 ALLOWED = {
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
@@ -41,12 +41,12 @@ class Crate:
 
     @property
     def url(self) -> str:
-        """The package URL, by which scanners know it."""
+        """The package URL, by which scanners identify it."""
         return f"pkg:cargo/{self.name}@{self.version}"
 
 
 def linked(root: Path = ROOT) -> list[Crate]:
-    """All crates but ours whose code is in the wheel of any target, in order: no build scripts, macros or tests."""
+    """All foreign crates whose code is in the wheel of any target, in order: no build scripts, macros or tests."""
     found = set()
     for target in TARGETS:
         tree = _cargo(
@@ -75,7 +75,7 @@ def _cargo(root: Path, *arguments: str) -> str:
 
 
 def unlicensed(crates: list[Crate]) -> list[str]:
-    """What is wrong with the licences: one line for each crate none of whose choices is allowed, or without a text."""
+    """Problems with licences: one line for each crate without an allowed choice, or without a text."""
     wrong = [
         f"{one.name} {one.version}: {one.licence or 'no licence'} is not allowed"
         for one in crates
@@ -87,7 +87,7 @@ def unlicensed(crates: list[Crate]) -> list[str]:
 
 
 def _allowed(expression: str) -> bool:
-    """Whether an SPDX expression leaves a choice that is allowed; with parentheses, whether all it names is."""
+    """Whether an SPDX expression has an allowed choice; with parentheses, whether all of its licences are allowed."""
     if "(" in expression:
         return {one.strip() for one in re.split(r" OR | AND |[()]", expression)} - {""} <= ALLOWED
     choices = re.split(r" OR |/", expression)
@@ -104,7 +104,7 @@ def texts(crates: list[Crate]) -> str:
     names, shown = defaultdict(list), {}
     for one in crates:
         for text in _texts(one):
-            # Many differ in spaces only.
+            # Many differ only in spaces.
             words = " ".join(text.split())
             shown.setdefault(words, "\n".join(line.rstrip() for line in text.splitlines()))
             names[words].append(f"{one.name} {one.version}")
@@ -121,7 +121,7 @@ def texts(crates: list[Crate]) -> str:
 
 
 def bill(crates: list[Crate], version: str) -> str:
-    """The bill of materials, in CycloneDX 1.5: no times or places, so that the same crates give the same."""
+    """The bill of materials, in CycloneDX 1.5: no times or places, so that the same crates give the same text."""
     components = [
         {
             "type": "library",
@@ -141,13 +141,13 @@ def bill(crates: list[Crate], version: str) -> str:
 
 
 def files(version: str, root: Path = ROOT) -> dict[str, str]:
-    """What the two files of the repository have to be."""
+    """The expected texts of the two files of the repository."""
     crates = linked(root)
     return {TEXTS: texts(crates), BILL: bill(crates, version)}
 
 
 def stale(version: str, root: Path = ROOT) -> list[str]:
-    """A line for each of the two files that is not what it has to be."""
+    """A line for each of the two files that is not as expected."""
     return [
         f"{name} does not fit Cargo.lock: run scripts/third-party"
         for name, text in files(version, root).items()

@@ -1,4 +1,4 @@
-"""The compiled module: what it asks of the C library, and how it is hardened. Its wheel's tag is the promise."""
+"""The compiled module: its needs of the C library, as promised by its wheel's tag, and its hardening."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 
-#: What glibc itself brings. ld-linux is its loader.
+#: The libraries of glibc itself. ld-linux is its loader.
 LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread)\.so\.\d+|ld-linux-(x86-64|aarch64)\.so\.\d+")
-#: Directories of whoever built it, as they stand in messages of panics.
+#: Directories of the building machine, which messages of panics may contain.
 PLACES = re.compile(rb"/(?:root|home|work|tmp|Users|build|builds|github|__w|runner)/[\w./-]*")
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 
 
 def problems(data: bytes, platform: str) -> list[str]:
-    """What is wrong with a shared object of a wheel for `platform`, such as manylinux_2_27_x86_64: a line each."""
+    """Problems of a shared object of a wheel for `platform`, such as manylinux_2_27_x86_64: a line each."""
     tag = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", platform)
     if not tag:
         return [f"the platform {platform} names no version of glibc"]
@@ -41,7 +41,7 @@ def _places(data: bytes) -> list[str]:
 
 
 def glibc(elf: ELFFile) -> tuple[int, int]:
-    """The newest version of glibc of which the object needs a symbol."""
+    """The newest version of glibc whose symbols the object needs."""
     needed = [(0, 0)]
     for section in elf.iter_sections():
         if isinstance(section, GNUVerNeedSection):

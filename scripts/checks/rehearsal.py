@@ -1,4 +1,4 @@
-"""What a user does first, from an index on this machine: the commands of docs/install.md, and a guide."""
+"""A user's first steps, with an index on this machine: the commands of docs/install.md, and a guide."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, GUIDE = ROOT / "docs" / "install.md", ROOT / "docs" / "guides" / "plain.md"
-#: What the guide imports beside fastckpt. torch and what it needs are gigabytes, so the index does not have them.
+#: The guide's imports beside fastckpt. torch and its dependencies are gigabytes, so the index does not have them.
 BORROWED = ("torch", "torchdata")
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
+        """Log no request."""
 
 
 @contextmanager
 def index(at: Path, *directories: Path) -> Iterator[str]:
-    """A package index of the files in the directories, laid out in `at`: gives its address on loopback."""
+    """A package index of the files in the directories, laid out in `at`: yields its address on loopback."""
     for file in (file for directory in directories for file in directory.iterdir()):
         project = at / re.sub(r"[-_.]+", "-", file.name.split("-")[0]).lower()
         project.mkdir(parents=True, exist_ok=True)
         if not (project / file.name).exists():
             (project / file.name).symlink_to(file.resolve())
-    # The list of a directory is what an index has to show of a project: links to its files.
+    # An index shows a project as links to its files, like the list of a directory.
     handler = functools.partial(_Quiet, directory=str(at))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -52,12 +52,12 @@ def commands(heading: str) -> list[str]:
 
 
 def six_commands() -> list[str]:
-    """Those from an empty directory to a checkpoint."""
+    """The commands from an empty directory to a checkpoint."""
     return commands("From an empty directory to a checkpoint")
 
 
 def fresh(place: Path) -> dict[str, str]:
-    """The variables of a new user's shell, with the python3 that this one was made of; the files go into `place`."""
+    """The variables of a new user's shell, with the python3 from which this one was made; the files go into `place`."""
     (place / "path").mkdir()
     (place / "path" / "python3").symlink_to(sys._base_executable)  # noqa: SLF001
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "FASTCKPT_"))}
@@ -72,7 +72,7 @@ def fresh(place: Path) -> dict[str, str]:
 
 
 def first_steps(where: Path, address: str, environment: dict[str, str]) -> Iterator[str]:
-    """The six commands in an empty directory, with the index in the place of a directory of wheels: what is wrong."""
+    """Run the six commands in an empty directory, with the index in place of a directory of wheels; the problems."""
     said = []
     for command in six_commands():
         line = command.replace("--no-index --find-links wheels ", f"--index-url {address} ")
@@ -93,7 +93,7 @@ def first_steps(where: Path, address: str, environment: dict[str, str]) -> Itera
 
 
 def guide(python: Path, where: Path, environment: dict[str, str]) -> Iterator[str]:
-    """The first program of the guide, in an environment that borrows torch of this one, twice: what is wrong."""
+    """Run the guide's first program twice, in an environment that borrows torch from this one; the problems."""
     program = where / "guide.py"
     program.write_text(
         re.search(r"^```python\n(.+?)^```$", GUIDE.read_text("utf-8"), re.MULTILINE | re.DOTALL)[1], "utf-8"
@@ -101,7 +101,7 @@ def guide(python: Path, where: Path, environment: dict[str, str]) -> Iterator[st
     homes = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in BORROWED}
     borrow = f"import sys, runpy, fastckpt; sys.path += {sorted(homes)}; runpy.run_path({program.name!r})"
     verify = [(python.parent / "fastckpt", "verify", path) for path in ("release", "runs/plain/step-00000120")]
-    again = (python, "-c", borrow)  # where it had ended
+    again = (python, "-c", borrow)  # continues where it ended
     for command in (again, again, *verify):
         done = _run(where, environment, *command)
         if done.returncode:

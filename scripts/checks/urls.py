@@ -1,4 +1,4 @@
-"""The addresses of the project: pyproject.toml has them, others repeat them, and a release needs real ones."""
+"""The addresses of the project: pyproject.toml has them, other files repeat them, and a release needs real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What an index shows beside a distribution, and users look for.
+#: The names of the addresses that an index shows beside a distribution.
 NAMES = ("Homepage", "Documentation", "Source", "Issues", "Security", "Changelog")
 #: The end of a host that never exists (RFC 2606), which marks a placeholder.
 UNSET = ".invalid"

@@ -16,12 +16,12 @@ def _first(pattern: str, path: Path) -> str:
 
 
 def of_cargo(root: Path = ROOT) -> str:
-    """The version of the workspace, which fastckpt-io takes."""
+    """The version of the workspace, which is that of fastckpt-io."""
     return _first(r'^version = "(.+?)"', root / "Cargo.toml")
 
 
 def different(root: Path = ROOT, tag: str | None = None) -> list[str]:
-    """A line for each place that names another version than Cargo.toml. Before a tag, the log may say Unreleased."""
+    """A line for each place that names another version than Cargo.toml. Without a tag, the log may say Unreleased."""
     version = of_cargo(root)
     monitor = "tui/pyproject.toml", "tui/src/fastckpt_top/__init__.py"
     logged = _first(r"^## \[(.+?)\]", root / "CHANGELOG.md")

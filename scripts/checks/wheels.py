@@ -1,4 +1,4 @@
-"""A wheel or a source distribution as a file: what is in it, how large it is, what its metadata say."""
+"""A wheel or a source distribution as a file: its contents, its size, its metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INFO = r"\w+-[\w.]+\.dist-info/"
 ABOUT = rf"{INFO}(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|licenses/LICENSE)"
 PYTHON = r"fastckpt/([\w/]+\.py|_core\.pyi|py\.typed)"
 CORE = rf"fastckpt/_core\.abi3\.so|{INFO}licenses/LICENSE-THIRD-PARTY|{INFO}sboms/crates\.cyclonedx\.json"
-#: What may be in each kind of wheel, by the beginning of its name and its platform, and what has to be.
+#: The allowed and the required contents of each kind of wheel, by the beginning of its name and its platform.
 MAY = {
     ("fastckpt_io", "core"): rf"{ABOUT}|{PYTHON}|{CORE}",
     ("fastckpt_io", "any"): rf"{ABOUT}|{PYTHON}",
@@ -33,7 +33,7 @@ MUST = {
     ("fastckpt_top", "any"): ["fastckpt_top/__init__.py", r"fastckpt_top/py\.typed", r"fastckpt_top/schema\.json"],
 }
 ALWAYS = [f"{INFO}{name}" for name in ("METADATA", "WHEEL", "RECORD", r"entry_points\.txt", "licenses/LICENSE")]
-#: What the source distribution may have, below its own directory, and what it has to.
+#: The allowed and the required contents of the source distribution, below its own directory.
 SOURCES = (
     r"PKG-INFO|Cargo\.(lock|toml)|LICENSE(-THIRD-PARTY)?|README\.md|pyproject\.toml"
     r"|python/fastckpt/([\w/]+\.pyi?|py\.typed)|rust/crates\.cyclonedx\.json"
@@ -43,7 +43,7 @@ SOURCES_MUST = ["Cargo.lock", "LICENSE", crates.TEXTS, crates.BILL, "rust/fastck
 
 
 def problems(path: Path, version: str) -> list[str]:
-    """What is wrong with a wheel or a source distribution: a line each."""
+    """Problems of a wheel or a source distribution: a line each."""
     wrong = [] if path.stat().st_size < LARGEST else [f"{path.stat().st_size:,} bytes are more than {LARGEST:,}"]
     return wrong + (_wheel(path, version) if path.suffix == ".whl" else _sources(path, version))
 
@@ -83,7 +83,7 @@ def contents(names: dict[str, bytes] | list[str], may: str, must: list[str]) -> 
 
 
 def _programs(inside: dict[str, bytes], source: Path) -> list[str]:
-    """The modules are those of the repository, all of them: builders keep old ones, and leave out new directories."""
+    """Check that it has all modules of the repository, and no others: builders keep old ones and omit new folders."""
     ours = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*.py")}
     packed = {each: data for each, data in inside.items() if each.endswith(".py")}
     names = sorted(ours.keys() | packed.keys())
@@ -91,7 +91,7 @@ def _programs(inside: dict[str, bytes], source: Path) -> list[str]:
 
 
 def _record(inside: dict[str, bytes]) -> list[str]:
-    """RECORD lists each file with its hash: installers of the future refuse a wheel without."""
+    """Check that RECORD lists each file with its hash: future installers refuse a wheel without it."""
     (name,) = [each for each in inside if each.endswith(".dist-info/RECORD")] or [None]
     if name is None:
         return []

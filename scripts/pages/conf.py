@@ -22,13 +22,13 @@ copyright = "the authors of fastckpt, Apache-2.0"
 version = release = fastckpt.__version__
 root_doc = "index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# A role that names nothing is a warning, and scripts/docs makes warnings errors.
+# A role without a target is a warning, and scripts/docs makes warnings errors.
 nitpicky = True
 
 myst_heading_anchors = 4
 highlight_language = "text"
 default_role = "code"
-smartquotes = False  # they make one dash of the two of an option
+smartquotes = False  # they merge the two dashes of an option
 
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -37,7 +37,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 
-# Search works from a disk, too, where a browser refuses to fetch the pages for extracts of them.
+# Search also works from a disk, where a browser refuses to fetch pages for extracts.
 html_show_search_summary = False
 html_theme = "furo"
 html_title = f"fastckpt {release}"
@@ -55,7 +55,7 @@ def _link_pages(_app: Any, _what: str, _name: str, _value: Any, _options: Any, l
 
 
 def _public() -> dict[str, str]:
-    """The full public name of each class, by where it is defined, and by its name alone if that is the only one."""
+    """The full public name of each class, by its place of definition, and by its bare name if that is unique."""
     found: dict[str, str] = {}
     several: set[str] = set()
     for module, names in api.surface().items():
@@ -68,9 +68,9 @@ def _public() -> dict[str, str]:
 
 
 def _link_types(app: Any, doctree: nodes.document) -> None:
-    """Public types are linked from signatures, lists of errors and docstrings, by whichever of their names.
+    """Link public types from signatures, lists of errors and docstrings, by any of their names.
 
-    Other types in signatures are text. What else a role names stays as it is, and is checked.
+    Other types in signatures are text. Other targets of roles stay unchanged, and are checked.
     """
     for node in [*doctree.findall(pending_xref)]:
         if node["refdomain"] == "py":
@@ -82,7 +82,7 @@ def _link_types(app: Any, doctree: nodes.document) -> None:
 
 
 def _shown(node: nodes.Node) -> list[nodes.Node]:
-    """Of a name that is written in one of two ways the short one, which Sphinx would take for a link."""
+    """The short form of a name that has two forms and that Sphinx would take for a link."""
     if isinstance(node, pending_xref_condition):
         return [] if node["condition"] == "*" else list(node.children)
     return [node]

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/figures, which explain the idea: python scripts/pages/figures.py writes them.
 
-Each has colours for light and dark and a ground of its own, so it can be read on whatever page shows it. Text is in the
-fonts of whoever looks, so places leave room: a test holds them against letters of a wide font.
+Each has colours for light and dark and its own background, so it is readable on any page. Text is in the
+reader's fonts, so places leave room: a test compares them with letters of a wide font.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _style() -> str:
 
 
 class Figure:
-    """A picture that grows piece by piece: `title` is its name for those who cannot see it."""
+    """A picture that grows piece by piece: `title` is its name for screen readers."""
 
     def __init__(self, title: str, height: int) -> None:
         self.title, self.height = title, height
@@ -47,7 +47,7 @@ class Figure:
         self.box(0.5, 0.5, WIDTH - 1, height - 1, "ground")
 
     def text(self, x: float, y: float, words: str, style: str = "ink", anchor: str = "start") -> None:
-        """Words on the line y."""
+        """A text on the line y."""
         at = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}"{at}>{escape(words, quote=False)}</text>')
 
@@ -57,7 +57,7 @@ class Figure:
         self._parts.append(f'<rect {place} rx="5" class="{style}"/>')
 
     def label(self, x: float, y: float, width: float, height: float, style: str, *lines: str, of: str = "ink") -> None:
-        """A box with lines of words in its middle."""
+        """A box with lines of text in its middle."""
         self.box(x, y, width, height, style)
         first = y + height / 2 + 5 - 9 * (len(lines) - 1)
         for number, words in enumerate(lines):
@@ -223,7 +223,7 @@ def tiers() -> Figure:
 
 
 def commit() -> Figure:
-    """The steps of a commit, and what a kill leaves after each."""
+    """The steps of a commit, and the state after a kill at each."""
     figure = Figure("The steps of a save over an old checkpoint, and what is there if it is killed at each", 330)
     steps = (
         ("1", "write the", "files beside"),

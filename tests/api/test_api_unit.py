@@ -1,4 +1,4 @@
-"""Parts behind the doors: records of options, room in memory, reads, casts, and saves that fail inside."""
+"""Internal parts: records of options, room in memory, reads, casts, and saves that fail inside."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from harness.container import Spec, control_groups
 from harness.same import same
 
 RECORDS = [WriteSettings, SaveSettings, LoadSettings]
-#: What takes which options.
+#: The functions and their options.
 DOORS = {
     "save": (fastckpt.save, SaveSettings),
     "save_async": (fastckpt.save_async, SaveSettings),
@@ -189,7 +189,7 @@ assert "tag: a made-up option." in fastckpt.save.__doc__
 
 
 def test_an_option_is_added_in_one_file(tmp_path):
-    """To a copy of the package: one line for type checkers, and the option itself.
+    """Add an option to a copy of the package: one line for type checkers, and the option itself.
 
     Every save takes it, the checkpoint keeps it, and ``info`` shows it.
     """
@@ -224,7 +224,7 @@ GB = 10**9
 
 
 def machine(root, *, left, swap=0):
-    """A group that is limited to 10 GB and has this much left, half of it by what can be taken back."""
+    """A group that is limited to 10 GB and has this much left, half of it reclaimable."""
     cached = left // 2
     files = {
         "proc/self/cgroup": "0::/job\n",
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     [
         (3 * GB, 3 * GB, 0, False),
         (3_700_000_000, 3_700_000_000, 0, True),
-        # Small tensors may get memory that the process has had before.
+        # Small tensors may get memory that the process already has.
         (5 * GB, 3 * GB, 0, True),
         (5 * GB, 5 * GB, 1, True),
     ],
@@ -293,7 +293,7 @@ def test_version_1_counts_what_lies_below(tmp_path):
 
 
 def test_what_a_load_counts(tmp_path, monkeypatch):
-    """New memory of the host, and nothing else; a tie once."""
+    """Only new memory of the host counts; a tie counts once."""
     counted = []
     monkeypatch.setattr(prepare, "check_room", lambda _, *counts: counted.append(counts))
     large, small = np.zeros(2 << 20, np.float32), np.zeros(10, np.float32)
@@ -359,7 +359,7 @@ def test_a_load_in_a_tight_group_is_an_error_and_no_kill(tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint with long rows and with short ones, and the arrays."""
+    """A checkpoint with long and short rows, and its arrays."""
     wide, narrow = np.arange(40_000_000, dtype=np.uint8).reshape(100, 400_000), np.zeros((50_000, 10), np.float32)
     path = tmp_path_factory.mktemp("large") / "c"
     fastckpt.save({"wide": wide, "narrow": narrow}, path)
@@ -367,7 +367,7 @@ def large(tmp_path_factory):
 
 
 def called():
-    """Bytes that this process asked the kernel to read."""
+    """Bytes that this process requested from the kernel."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -377,7 +377,7 @@ def called():
         (40_000, "narrow", slice(1000, 2000)),
         (16, "narrow", (5, slice(3, 7))),
         (0, "narrow", slice(7, 7)),
-        # A column of short rows: with what lies between. One of long rows: alone.
+        # A column of short rows is read with the bytes between, a column of long rows alone.
         (49_999 * 40 + 4, "narrow", (slice(None), 3)),
         (2 * 40, "narrow", slice(None, None, 25_000)),
         (100 * 1000, "wide", (slice(None), slice(7, 1007))),
@@ -385,7 +385,7 @@ def called():
     ],
 )
 def test_a_slice_is_read_in_whole_blocks_unless_it_is_not_verified(large, monkeypatch, nbytes, name, index):
-    """By the counters of the calls that read: what lies between, too, where it is less than 256 KiB."""
+    """By the counters of read calls: gaps of less than 256 KiB are also read."""
     monkeypatch.setenv("FASTCKPT_IO", "buffered")
     path, arrays = large
     expected = arrays[name][index]
@@ -444,7 +444,7 @@ def test_what_cannot_be_made_is_told_before_anything_is_read(tmp_path, monkeypat
 
 
 def test_into_in_pieces_for_ordinary_tensors(monkeypatch, tmp_path, engine):
-    """The road that tensors of other devices take, forced for contiguous ones."""
+    """The path of tensors on other devices, forced for contiguous ones."""
     path = tmp_path / "c"
     fastckpt.save({"a": torch.randn(3 << 20), "z": torch.randn(5, 3, dtype=torch.complex128)}, path, io=engine)
     monkeypatch.setattr(_torch, "_describe", _torch._describe_strided)
@@ -480,7 +480,7 @@ def test_dtype_that_this_torch_lacks(tmp_path, monkeypatch):
 
 
 def test_a_cast_takes_ranges_as_they_come():
-    """In any order, cut anywhere, some of them twice: as blocks of any size, read again after an error, would."""
+    """In any order, cut anywhere, some of them twice, like blocks of any size that are read again after an error."""
     from fastckpt._tensors import memory as _memory
 
     chance = random.Random(0)
@@ -520,7 +520,7 @@ def test_a_cast_that_torch_refuses_is_told(tmp_path, monkeypatch):
 
 
 def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
-    """The checkpoint is replaced during the load: what the first one had is no match in the second."""
+    """The checkpoint is replaced during the load: matches in the first one do not count in the second."""
     fastckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "c")
     read, turns = load_module._read, []
 
@@ -599,7 +599,7 @@ def test_a_lazy_save_notices_a_change_of_what_it_casts(tmp_path, monkeypatch):
 
 
 def test_a_cast_takes_little_memory(tmp_path, monkeypatch):
-    """No piece that is converted is larger than what fits the caches."""
+    """No converted piece is larger than the caches."""
     asked = []
     copy = cast_out._memory.copy_out
     monkeypatch.setattr(cast_out._memory, "copy_out", lambda *given: (asked.append(given[-1]), copy(*given))[1])

@@ -1,4 +1,4 @@
-"""Looking into a checkpoint: names, structure, metadata, single tensors and parts of them."""
+"""The contents of a checkpoint: names, structure, metadata, single tensors and parts of them."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_bad_index(path, index, error):
 
 @pytest.mark.usefixtures("engines")
 def test_damage_is_found_beside_what_a_slice_takes(tmp_path):
-    """Also in the half of a block that it leaves out, and nowhere else."""
+    """Damage is found even in the unwanted half of a block, and nowhere else."""
     w = np.arange(3_000_000).reshape(3000, 1000)  # 24 MB: six blocks
     fastckpt.save({"w": w}, tmp_path / "c")
     offset = manifest.body_of(tmp_path / "c")["tensors"][0]["offset"]
@@ -309,16 +309,16 @@ def test_verify(path):
 
 
 def shard_descriptors(of="self"):
-    """Open descriptors of shards, by what they are names of."""
+    """Open descriptors of shards, by their paths."""
     names = []
     for entry in Path(f"/proc/{of}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             names.append(str(entry.readlink()))
     return [name for name in names if "safetensors" in name]
 
 
 def old_and_new(tmp_path, number):
-    """A checkpoint of ``number`` shards that is open, and the state in it."""
+    """An open checkpoint of ``number`` shards, and its state."""
     state = {f"t{index}": np.full(2000, index, np.int32) for index in range(number)}
     fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=8000))
     return fastckpt.open(tmp_path / "c"), state
@@ -366,7 +366,7 @@ def test_an_open_checkpoint_leaves_no_descriptors(tmp_path, how):
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_forked_child_opens_its_own_shards(tmp_path, replaced):
-    """Its parent's would keep their space taken for as long as it lives."""
+    """Descriptors of its parent would keep disk space in use as long as it lives."""
     checkpoint, state = old_and_new(tmp_path, 5)
     if replaced:
         fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")

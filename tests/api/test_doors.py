@@ -1,4 +1,4 @@
-"""Every way to save writes the same bytes, reports alike, refuses the same, and leaves and keeps nothing.
+"""Every way to save writes the same bytes, has the same reports and refusals, and leaves nothing behind.
 
 The public API alone: what is behind it may move.
 """
@@ -76,7 +76,7 @@ def test_the_same_bytes_and_a_report_that_adds_up(tmp_path, expected, door):
     assert (report.step, report.shards, report.warnings) == (7, len(expected), ())
     assert report.bytes == sum(tensor.nbytes for tensor in (*state()["model"].values(), torch.ones(5), torch.zeros(6)))
     assert (report.staged > 0) == (door in IN_BACKGROUND)
-    # In the background it is given once the result is there.
+    # In the background it is called once the result is there.
     wait_until(lambda: heard)
     assert heard == [report]
 
@@ -96,7 +96,7 @@ def test_a_function_that_fails_on_the_report_costs_no_checkpoint(tmp_path, door,
     assert same(fastckpt.load(tmp_path / "c"), state())
 
 
-#: What is wrong, which saves take it, and the error. What is wrong with an option of a record, the record tells.
+#: A wrong argument, the saves that accept it, and the error. A record reports its own wrong options.
 WRONG = {
     "overwrite": ({"overwrite": False}, {*DOORS}, FileExistsError, "overwrite=False"),
     "files": ({"files": {"a/b": ""}}, {*DOORS}, ValueError, "files: 'a/b' is not a plain file name"),
@@ -194,7 +194,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
             DOORS[door](mine, path, **options)
         assert door.split(".")[0] in str(raised.value) or "save" in str(raised.value)
         del raised, mine
-        # The thread may still be about to end. What torch raises has itself among its frames.
+        # The thread may still be about to end. Torch's exceptions keep themselves in their frames.
         wait_until(lambda: alive() is None or door == "dcp.Writer")
     finally:
         gc.enable()
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
     DOORS[door](state(), path)
 
 
-#: What is wrong with options of a record, and the error.
+#: Wrong options of a record, and the error.
 REFUSED = {
     fastckpt.IO: [
         ({"engine": "fast"}, ValueError, "engine must be one of auto, uring, threads, direct, buffered, not 'fast'"),
@@ -292,7 +292,7 @@ def by_manager(state, path, *, async_save):
 @pytest.mark.filterwarnings("default:fastckpt. .*which this program does not declare:RuntimeWarning")
 @pytest.mark.parametrize("door", [*DOORS, "Manager, at once", "Manager"])
 def test_a_warning_points_at_the_line_of_the_program(tmp_path, door, monkeypatch):
-    # Each type is told of once in a process.
+    # Each type is reported once per process.
     undeclared = dataclasses.make_dataclass(re.sub(r"\W", "_", f"Undeclared {door}"), ["a"], frozen=True)
     monkeypatch.setattr(undeclared, "__module__", "__main__")
     ways = {

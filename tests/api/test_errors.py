@@ -1,4 +1,4 @@
-"""What really goes wrong with disks and files: each a clear exception of the right class that names the path (issue
+"""Real errors of disks and files: each is a clear exception of the right class that names the path (issue
 2, item 8)."""
 
 # ruff: noqa: PERF203, PT011, PTH208 - the errno is asserted below each; names as the directory has them
@@ -42,7 +42,7 @@ def visible(point):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("kind", "size"), [("tmpfs", 16 << 20), ("ext4", 24 << 20)])
 def test_disk_full(kind, size, engine):
-    """ENOSPC before or in the middle of writing; nothing left; the old one whole; and room again is room again."""
+    """ENOSPC before or during writes: nothing is left, the old checkpoint is whole, and freed space is usable again."""
     with mounts.mount(kind, size=size) as point:
         too_much = numbered(1, 40 << 20)
         with pytest.raises(OSError) as caught:
@@ -51,7 +51,7 @@ def test_disk_full(kind, size, engine):
         assert str(point) in os.fsdecode(caught.value.filename)
         assert "No space left on device" in str(caught.value)
         assert visible(point) == []
-        # Half of the disk is one checkpoint: no room for a second beside it.
+        # One checkpoint is half of the disk: there is no room for a second beside it.
         half = 11 << 20
         fastckpt.save(numbered(2, half), point / "step", io=engine)
         with pytest.raises(OSError) as caught:
@@ -60,7 +60,7 @@ def test_disk_full(kind, size, engine):
         assert visible(point) == ["step"]
         assert which(fastckpt.load(point / "step"), half) == 2
         assert fastckpt.verify(point / "step").ok
-        # Somebody makes room.
+        # Free space.
         shutil.rmtree(point / "step")
         fastckpt.save(numbered(4, half), point / "step", io=engine)
         assert which(fastckpt.load(point / "step"), half) == 4
@@ -70,7 +70,7 @@ def test_disk_full(kind, size, engine):
 @pytest.mark.root
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 8])
 def test_disk_full_at_the_last_pages(left):
-    """The shards fit, and then the manifest does not: as much an error as any other."""
+    """The shards fit, but the manifest does not: an error like any other."""
     nbytes = 1 << 20
     with mounts.mount("tmpfs", size=64 << 20) as point:
         fastckpt.save(numbered(1, nbytes), point / "probe")
@@ -104,7 +104,7 @@ def test_file_size_limit_before_writing(children, tmp_path, engine, limit):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limit", [4096, 65537, 300_001, 524_800, 1_048_575])
 def test_true_short_write(children, tmp_path, engine, limit):
-    """Past fallocate, the kernel writes up to the limit and says so: a short count, and only then EFBIG."""
+    """After fallocate, the kernel writes up to the limit and returns a short count, and only then EFBIG."""
     check_file_size_limit(children, tmp_path, engine, limit, fallocate=False)
 
 
@@ -112,7 +112,7 @@ def test_true_short_write(children, tmp_path, engine, limit):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("kind", "size"), [("tmpfs", 10 << 20), ("ext4", 16 << 20)])
 def test_true_short_write_of_a_full_disk(children, tmp_path, kind, size, engine):
-    """The same on a file system that is full: a write that came back short is all there is to notice."""
+    """The same on a full file system: the only sign is a short write."""
     with mounts.mount(kind, size=size) as point:
         options = {"io": engine, "nbytes": 24 << 20, "env": {"FASTCKPT_TOP": "0"}}
         child = children.start("save_held", path=str(point / "step"), index=2, **options)
@@ -133,15 +133,15 @@ def test_true_short_write_of_a_full_disk(children, tmp_path, kind, size, engine)
     ("engine", "call"), [("threads", "pwrite64"), ("threads", "pwritev"), ("buffered", "pwritev2")]
 )
 def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
-    """A short write whose rest would succeed: the full disks above never tell whether the rest was ever tried.
+    """A short write whose rest would succeed: the full disks above do not show whether the rest was tried.
 
-    strace answers a count for the first write; what counts is that the next one begins where that ended, or before.
+    strace returns a count for the first write; the next one must begin where that ended, or before.
     """
     parent = tmp_path / "parent"
     parent.mkdir()
-    # One block, and large enough to be written from where it lies.
+    # One block, and large enough for zero-copy.
     options = {"io": engine, "threads": 1, "nbytes": 3 << 20, "env": {"FASTCKPT_TOP": "0"}}
-    # Several stretches of memory and slab in one call, or one.
+    # Several stretches of memory and staging buffer in one call, or one.
     options["env"]["FASTCKPT_ZERO_COPY"] = "1" if call == "pwritev" else "0"
     child = children.start("save_held", path=str(parent / "step"), index=1, **options)
     child.next()
@@ -149,7 +149,7 @@ def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
     with strace.attached(child.pid, tmp_path / "log", "pwrite64,pwritev,pwritev2", inject) as trace:
         child.go()
         end = child.outcome()
-        # Past the page cache, the bytes beyond the last whole page have a call of their own, before the others.
+        # With direct I/O, the bytes after the last whole page have a separate call, before the others.
         first, second, *_ = trace.calls()[engine != "buffered" :]
     assert not isinstance(end, zygote.Raised), end
     assert first.injected
@@ -157,14 +157,14 @@ def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
 
 
 def offset_of(call):
-    """Where in the file a call writes: its last argument, or the last but one."""
+    """The file offset of a write: its last argument, or the last but one."""
     place = {"pwrite64": -1, "pwritev": -1, "pwritev2": -2}
     return int(call.arguments.rsplit(", ", 2)[place[call.name]])
 
 
 @pytest.mark.parametrize("engine", ["threads", "uring"])
 def test_short_tail_is_gone_on_from(children, tmp_path, engine):
-    """Likewise for the bytes beyond the last whole page."""
+    """The same for the bytes after the last whole page."""
     options = {"io": engine, "threads": 1, "nbytes": 3 << 20, "env": {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(tmp_path / "step"), index=1, **options)
     child.next()
@@ -183,7 +183,7 @@ def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
     parent = tmp_path / "parent"
     parent.mkdir()
     fastckpt.save(numbered(1), parent / "step")
-    # Without counters: a fallocate that lies about their page would make touching it a SIGBUS, which no real one does.
+    # Without counters: after a false fallocate, a touch of their page would raise SIGBUS, which never happens really.
     options = {"io": engine, "fsize": limit, "nbytes": 1 << 21, "env": {} if fallocate else {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(parent / "step"), index=2, **options)
     child.next()
@@ -191,7 +191,7 @@ def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
         child.go()
         end = child.outcome()
     else:
-        # fallocate says yes and does nothing: else it, or the ftruncate in its place, would answer EFBIG first.
+        # fallocate reports success and does nothing: otherwise it, or ftruncate in its place, would return EFBIG first.
         inject = strace.injection("fallocate", "retval=0", "1+")
         with strace.attached(child.pid, tmp_path / "log", "fallocate", inject) as trace:
             child.go()
@@ -341,7 +341,7 @@ def _several(path):
     (path / ".step-11.tmp" / manifest.NAME).write_bytes(b"{")
 
 
-#: How each is made; what the message says of it, and whether fastckpt import reads it.
+#: How each is made; its description in the message, and whether fastckpt import reads it.
 FOREIGN = {
     "torch": (_torch_file, "a file of torch.save", True),
     "torch before 1.6": (_old_torch_file, "a file of torch.save", True),
@@ -391,7 +391,7 @@ def test_a_manifest_that_is_damaged_is_damage_whatever_lies_beside_it(tmp_path):
 
 
 def test_out_of_descriptors(children, tmp_path):
-    """EMFILE in the middle is an error like any other. (Limit set in a child by strace's own means.)"""
+    """EMFILE in the middle is an error like any other. (strace sets the limit in a child.)"""
     parent = tmp_path / "parent"
     parent.mkdir()
     fastckpt.save(numbered(1), parent / "step")
@@ -405,7 +405,7 @@ def test_out_of_descriptors(children, tmp_path):
             assert end.errno == errno.EMFILE, end
             assert "OSError" in end.bases
             assert which(fastckpt.load(parent / "step")) == 1
-        # With every later open failing the remains cannot be opened either: the next save sweeps them.
+        # If every later open fails, the leftovers cannot be opened either: the next save sweeps them.
         fastckpt.save(numbered(1), parent / "step")
         assert manifest.listing(parent) == ["step"]
 
@@ -432,7 +432,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def damaged(pristine, tmp_path):
-    """A copy to damage, and where everything lies in it."""
+    """A copy to damage, and the places of its parts."""
     source, state = pristine
     path = tmp_path / "step"
     shutil.copytree(source, path)
@@ -460,7 +460,7 @@ def refuses_to_load(path, *mentions, kind=CorruptCheckpointError):
 
 
 def test_flipped_bits_in_data_are_all_found(damaged):
-    """Every extent's first and last byte: in the blocks at the edges, in the middle, and where small tensors share
+    """The first and last byte of every extent: in the blocks at the edges, in the middle, and where small tensors share
     one."""
     path, _, body = damaged
     for tensor in body["tensors"]:
@@ -523,7 +523,7 @@ def test_load_into_says_that_it_is_damaged(damaged):
 
 @pytest.mark.parametrize("where", ["length", "first", "middle", "padding"])
 def test_flipped_bit_in_a_header(damaged, where):
-    """Padding is covered as well: TigerBeetle found two bugs by flipping exactly those bytes."""
+    """Checksums also cover padding: TigerBeetle found two bugs by flipping exactly those bytes."""
     path, _, body = damaged
     for shard in body["shards"]:
         text = (path / shard["file"]).read_bytes()[: shard["data_offset"]]
@@ -568,7 +568,7 @@ def test_truncated_shard(damaged, cut):
     size = {"one byte": shard["bytes"] - 1, "a block": BLOCK, "the data": shard["data_offset"], "everything": 0}[cut]
     os.truncate(path / shard["file"], size)
     refuses_to_load(path, shard["file"])
-    # Opening reads the manifest alone, so that damage can be looked into; the shard's first read finds it.
+    # An open reads only the manifest, so that damage can be examined; the shard's first read finds it.
     lazy = fastckpt.open(path)
     for name in [tensor["name"] for tensor in body["tensors"] if tensor["shard"] == 0 and length(tensor)]:
         with pytest.raises(CorruptCheckpointError, match=shard["file"]):
@@ -611,7 +611,7 @@ def test_swapped_shards_and_blocks(damaged):
 
 
 def test_shard_of_another_step(damaged, pristine, tmp_path):
-    """Same names, same sizes, other training step: what a torn copy of a directory looks like."""
+    """Same names, same sizes, another training step, as in a torn copy of a directory."""
     path, state, body = damaged
     other = {**state, "large": state["large"] ^ 1, "odd": state["odd"] ^ 1}
     fastckpt.save(other, tmp_path / "other", files=fastckpt.Files(shard_size=9 << 20))
@@ -631,14 +631,14 @@ def test_other_format_version(damaged, version, operation):
         getattr(fastckpt, operation)(path)
     assert str(path) in str(caught.value)
     assert version in str(caught.value)
-    # Whatever follows: a later version may have changed all of it, the checksum's name included.
+    # The rest does not matter: a later version may have changed all of it, including the checksum's name.
     (path / manifest.NAME).write_bytes(b'{"fastckpt":%s,"blake3":"?",\n' % version.encode())
     with pytest.raises(FormatVersionError):
         getattr(fastckpt, operation)(path)
 
 
 def test_newer_version_is_not_overwritten_in_ignorance(damaged):
-    """It is a fastckpt checkpoint, of a release that knows more than this one:
+    """It is a fastckpt checkpoint of a newer release:
     replacing it is allowed, mangling it is not."""
     path, _, body = damaged
     manifest.forge(path, body, version="2")
@@ -667,7 +667,7 @@ def test_unknown_members_are_for_later_releases(damaged):
 
 
 def test_errors_leave_the_process_fit(damaged, tmp_path):
-    """After twenty failed loads and saves everything works, and no descriptor is left open."""
+    """After twenty failed loads and saves everything works, and no descriptor is open."""
     path, _, body = damaged
     flip(path / body["shards"][0]["file"], body["shards"][0]["bytes"] - 1)
 
@@ -694,7 +694,7 @@ def test_errors_leave_the_process_fit(damaged, tmp_path):
 
 
 def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
-    """The reader reads what docs/format.md says, not only what our writer writes:
+    """The reader reads everything that docs/format.md permits, not only our writer's files:
     small blocks, and a data offset off any page."""
     arrays = {
         "a": np.arange(5000, dtype="<f4"),
@@ -706,7 +706,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
     manifest.minimal(tmp_path / "step", tensors)
     assert same(fastckpt.load(tmp_path / "step"), arrays)
     assert fastckpt.verify(tmp_path / "step").ok
-    # The same with the shortest header there can be, so that nothing is aligned to anything.
+    # The same with the shortest possible header, so that nothing is aligned.
     data, begin = manifest.shard_bytes(tensors, pad_to=1)
     assert begin % 4096
     directory = tmp_path / "ragged"
@@ -728,7 +728,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
     for engine in ENGINES:
         assert same(fastckpt.load(directory, io=engine), arrays)
         assert fastckpt.verify(directory, io=engine).ok
-    # Mapped, these elements would lie across what processors take for one: they are copied.
+    # Mapped, these elements would not be aligned for processors: they are copied.
     assert body["tensors"][0]["offset"] % 4
     mapped = fastckpt.load(directory, io=fastckpt.IO(mmap=True))
     assert same(mapped, arrays)
@@ -736,7 +736,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
 
 
 def test_what_is_written_is_what_the_document_says(tmp_path):
-    """The other way round: the independent reader takes what our writer writes, over several shards and blocks."""
+    """In the other direction: the independent reader accepts our writer's files, over several shards and blocks."""
     state = numbered(3, 6 << 20)
     fastckpt.save(state, tmp_path / "step", files=fastckpt.Files(shard_size=2 << 20), metadata={"step": 3})
     stored = manifest.read(tmp_path / "step")
@@ -764,7 +764,7 @@ def test_what_is_no_checkpoint_is_found_at_once(tmp_path, monkeypatch):
     begin = time.perf_counter()
     with pytest.raises(fastckpt.exceptions.NotACheckpointError):
         fastckpt.load(file)
-    # A file system that is in doubt is asked for two seconds.
+    # A doubtful file system is retried for two seconds.
     assert time.perf_counter() - begin < 1
     many.mkdir()
     for number in range(1500):

@@ -1,4 +1,4 @@
-"""``exclude=`` of a save: the checkpoint is that of a state in which nothing of it was."""
+"""``exclude=`` of a save: the checkpoint equals that of a state without the excluded values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def way(request):
 
 
 def written(path):
-    """All that the state makes of the files."""
+    """The part of the files that the state determines."""
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
     files = {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*.safetensors")}
     body = manifest.get("body", manifest)
@@ -150,7 +150,7 @@ def test_a_pattern_without_wildcards_names_all_below(tmp_path):
         fastckpt.load(tmp_path / "c", keys="a[0]")
 
 
-# What cannot be saved can be left out.
+# Unsupported values can be excluded.
 
 
 @dataclasses.dataclass
@@ -196,7 +196,7 @@ def test_of_a_state_that_is_one_value_nothing_would_be_left(tmp_path, state):
     ],
 )
 def test_what_cannot_be_left_out_by_its_name_is_refused(tmp_path, state, exclude):
-    """Members of a set, keys, and what is under keys that have no name of their own."""
+    """Members of a set, keys, and values under keys without names."""
     with pytest.raises(UnsupportedTypeError, match="save: cannot store"):
         fastckpt.save(state, tmp_path / "c", exclude=exclude)
     assert not (tmp_path / "c").exists()

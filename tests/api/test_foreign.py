@@ -1,4 +1,4 @@
-"""Directories of other programs: no save goes there, by any way in, and the error says what lies there."""
+"""Directories of other programs: every way to save refuses them, and the error names the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import cli, s3
 
 STATE = {"w": np.arange(4.0)}
 
-#: Files and directories (with a slash at the end) of other programs' checkpoints, and who is named.
+#: Files and directories (with a slash at the end) of other programs' checkpoints, and the program in the error.
 DIRECTORIES = {
     "torch.distributed.checkpoint": [".metadata", "__0_0.distcp"],
     "DeepSpeed": ["global_step7/", "latest", "zero_to_fp32.py"],
@@ -25,7 +25,7 @@ DIRECTORIES = {
     "safetensors, of diffusers": ["config.json", "diffusion_pytorch_model.safetensors"],
 }
 
-#: Directories of other programs whose files have names of ours.
+#: Directories of other programs whose files have our names.
 NAMESAKES = {
     "a model": ["config.json", "model.safetensors"],
     "a model in parts": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
@@ -99,7 +99,7 @@ WAYS = {
 
 
 def refusal(error):
-    """What an error says, and those that it came from: some ways wrap it."""
+    """The text of an error and its causes: some ways wrap it."""
     texts = []
     while error is not None:
         texts.append(str(error))
@@ -130,14 +130,14 @@ def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
 
 
 def test_files_that_are_no_checkpoint_are_taken_along(tmp_path):
-    """A directory with the configuration of a model and its tokenizer is where its weights go."""
+    """A directory with the configuration of a model and its tokenizer may get its weights."""
     path = tmp_path / "model"
     path.mkdir()
     for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
         (path / name).write_text("theirs")
     fastckpt.save(STATE, path)
     assert (path / "config.json").read_text() == "theirs"
-    # Beside a checkpoint of ours they are files like others.
+    # Beside our checkpoint they are ordinary files.
     (path / "pytorch_model.bin").write_text("exported")
     fastckpt.save(STATE, path)
     assert (path / "pytorch_model.bin").read_text() == "exported"

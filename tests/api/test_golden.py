@@ -1,4 +1,4 @@
-"""A reader of version 1 opens every version-1 checkpoint, for ever."""
+"""A reader of version 1 opens every version-1 checkpoint, forever."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_golden_types_of_numpy_and_torch_are_read_bit_for_bit(engine):
 
 
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
-    """The layout is the format's: no release changes it."""
+    """The format defines the layout: no release changes it."""
     fastckpt.save(golden().training(), tmp_path / "c", files=fastckpt.Files(shard_size=100))
     written, kept = (
         {

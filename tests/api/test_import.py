@@ -1,4 +1,4 @@
-"""What importing costs, and what it does not bring."""
+"""The cost of the import, and modules that it must not import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def child(code, *options):
 
 
 def test_import_time(record_property):
-    """Less than numpy's own import takes, in CPU time; the milliseconds are reported, not asserted.
+    """Less CPU time than the import of NumPy; the milliseconds are reported, not asserted.
 
     It takes half, and up to four fifths in the caches of a machine where ten others run for each core. The fastest
     rounds of each are compared, and more follow as long as these say too much.
@@ -81,7 +81,7 @@ assert "torch" not in sys.modules
 
 
 def test_the_public_surface_is_as_written_down():
-    """A change of a name or a signature is seen in review: ``harness/surface.py`` says how the file is written."""
+    """A change of a name or a signature shows in review: ``harness/surface.py`` describes how the file is written."""
     needs.package("torch")
     assert surface.text() == Path(__file__).with_name("surface.txt").read_text(encoding="utf-8")
     assert len(surface.public(fastckpt)) <= 30
@@ -104,14 +104,14 @@ def test_public_names():
     assert {*fastckpt.__all__} <= {*dir(fastckpt), "__version__"}
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
     assert all(getattr(fastckpt, name).__doc__ for name in fastckpt.__all__ if name != "__version__")
-    # Whoever imports all keeps Python's own.
+    # A star import keeps Python's own names.
     for name in ("copy", "list", "open"):
         assert callable(getattr(fastckpt, name))
         assert name not in fastckpt.__all__
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
 
 
-#: What callers know from a protocol: the policies', and the methods that torch, Lightning and fsspec call.
+#: Names of protocols: those of policies, and the methods that torch, Lightning and fsspec call.
 _OF_PROTOCOLS = {
     *("kept", "due", "ranked"),
     *("setup", "on_fit_start", "on_load_checkpoint", "on_save_checkpoint", "on_train_start"),
@@ -146,7 +146,7 @@ def test_docstrings_tell_arguments_and_results():
     assert not lacking
 
 
-#: What takes arguments and raises nothing of its own.
+#: Functions with arguments that raise nothing themselves.
 _NEVER_RAISE = {
     *("fastckpt.Manager.path", "fastckpt.Manager.steady", "fastckpt.when.Auto.interval"),
     "fastckpt.types.PendingSave.add_done_callback",
@@ -200,7 +200,7 @@ def test_records_tell_their_fields():
 
 
 def test_every_function_and_class_has_an_example_that_runs(request, tmp_path):
-    """In a process that has imported what the doors are for, which takes seconds."""
+    """In a process that has imported the integrated frameworks, which takes seconds."""
     needs.package("torch")
     (tmp_path / "program.py").write_text("""
 import doctest, inspect, os, tempfile

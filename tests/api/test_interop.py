@@ -1,4 +1,4 @@
-"""What we write, others read: safetensors and Hugging Face."""
+"""Other libraries read our files: safetensors and Hugging Face."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_transformers_opens_a_model_as_it_lies(family, shard_size, tmp_path, mon
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     tokens = torch.arange(8)[None]
     assert torch.equal(opened.eval()(tokens).logits, model(tokens).logits)
-    # A config that lies beside the checkpoint survives the next save, and the checkpoint stays ours.
+    # A config beside the checkpoint survives the next save, and the checkpoint stays ours.
     fastckpt.save(model.state_dict(), path, files=fastckpt.Files(shard_size=shard_size))
     assert (path / "config.json").exists()
     model.load_state_dict(fastckpt.load(path))

@@ -1,4 +1,4 @@
-"""``into=``: containers are updated in place, and the result is the object that was given."""
+"""``into=``: containers are updated in place, and the result is the given object."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_state_of_a_module_and_its_versions(saved):
     assert same(into, source.state_dict())
     assert into._metadata == source.state_dict()._metadata
     assert same(target.state_dict(), source.state_dict())
-    # They are no values of the state: a checkpoint without them fits.
+    # They are not values of the state: a checkpoint without them fits.
     ordered = collections.OrderedDict((key, value.clone()) for key, value in source.state_dict().items())
     assert load(saved(ordered), into) is into
     assert into._metadata == source.state_dict()._metadata
@@ -201,7 +201,7 @@ def test_what_counts_as_a_value(saved):
     _, report = with_report(load, path, into, strict=False)
     assert len(report.missing) == len(values + tensors)
     assert {"empty.list", "nested.1.1.in", "objects", "(1, 2).3", "tensors.1.sparse"} <= {*report.missing}
-    # They are there, whatever they hold: a list for a mapping of numbers, too.
+    # Containers count whatever they hold: a list matches a mapping of numbers, too.
     assert same(load(saved({"a": [5], "b": {"x": 1}}), {"a": {0: 1}, "b": [7]}), {"a": [5], "b": {"x": 1}})
 
 
@@ -241,7 +241,7 @@ def test_parts_of_lists_keep_their_places(saved):
     assert same(
         load(path, into, keys=["a.1.1", "a.2.y", "t.1"]), {"a": [0, [0, 3], {"x": 0, "y": 5}], "t": (0, 2), "n": 0}
     )
-    # Where into has no such list, positions close up.
+    # If into has no such list, positions close up.
     assert same(load(path, {"a": None}, keys=["a.1.1", "t.1"]), {"a": [[3]], "t": (2,)})
 
 
@@ -268,11 +268,11 @@ def test_parts_of_one_container_at_two_places(saved):
     one = {"x": 0, "y": 0}
     load(path, {"a": one, "b": one}, keys=["a", "b"], exclude="a.x")
     assert one == {"x": 1, "y": 2}
-    # What was not chosen may differ.
+    # Values that were not chosen may differ.
     one = {"x": 0, "y": 0}
     load(saved({"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}), {"a": one, "b": one}, keys=["a.x", "b.x"])
     assert one == {"x": 1, "y": 0}
-    # That of the first place is not there, or was not chosen: others may differ all the same.
+    # The first place is not there, or was not chosen: others may still differ.
     for state, how in (
         ({"a": [3], "b": [1], "c": [2]}, {"keys": ["b", "c"]}),
         ({"b": [1], "c": [2]}, {"strict": False}),
@@ -306,7 +306,7 @@ def test_a_class_that_has_changed_since_changes_nothing(tmp_path):
         with pytest.raises(fastckpt.CheckpointError, match=why):
             fastckpt.load(tmp_path / "c", into=into, registry=now)
         assert repr(into) == before
-    # Where they fit, whatever tensors are in them.
+    # They fit, whatever tensors are in them.
     it = {"it": [record(1, torch.ones(2), torch.ones(3).to_sparse()), table(x=torch.ones(1))]}
     fastckpt.save(it, tmp_path / "c", registry=then)
     into = {"it": [record(0, torch.zeros(2), (2 * torch.ones(3)).to_sparse()), table(x=torch.zeros(1))]}
@@ -337,7 +337,7 @@ def test_deep_states(saved):
 
 
 class Scheduler:
-    """A state of its own, as a learning-rate schedule has one."""
+    """An object with its own state, like a learning-rate schedule."""
 
     def __init__(self, n):
         self.n = n
@@ -401,7 +401,7 @@ def trees():
 
 
 def made(tree, *, changed):
-    """A state of a drawn tree, as it is saved, or as it is loaded into."""
+    """A state of a drawn tree, to be saved or to be loaded into."""
     kind, rest, change = tree
     if kind in LEAVES:
         if changed and change == "other" and kind not in {"module", "optimizer", "scheduler"}:
@@ -429,7 +429,7 @@ def plain(state):
 
 
 def containers(state, found=None):
-    """Every container that is updated in place, by where it stands."""
+    """Every container that is updated in place, by its place."""
     found = {} if found is None else found
     rest = [((), state)]
     while rest:

@@ -1,4 +1,4 @@
-"""What load can be asked for: tensors that exist, some tensors only, one framework."""
+"""Options of load: existing tensors, only some tensors, one framework."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_keys(tree, keys, expected):
 
 @pytest.mark.parametrize("state", [{}, [], 5, None, "text", {"a": {}, "b": [(), 1]}, (1, {2: b"x"})])
 def test_every_key_is_the_whole_state(saved, state):
-    """Also where it holds no tensor."""
+    """Even if it holds no tensor."""
     assert same(fastckpt.load(saved(state), keys="*"), state)
 
 
@@ -492,7 +492,7 @@ def test_keys_of_tied_tensors_name_places(saved):
     path = saved({"model": {"embed": w, "head": w, ("t", 1): [w]}, frozenset({1}): w, "other": torch.zeros(1)})
     assert same(fastckpt.load(path, keys="model.head"), {"model": {"head": w}})
     assert same(fastckpt.load(path, keys="*('t', 1).0"), {"model": {("t", 1): [w]}})
-    # A place whose key has no name goes with the first.
+    # A place whose key has no name follows the first place.
     assert same(fastckpt.load(path, keys="model.embed"), {"model": {"embed": w}, frozenset({1}): w})
     both = fastckpt.load(path, keys=["model.embed", "model.head"])["model"]
     assert both["embed"] is both["head"]

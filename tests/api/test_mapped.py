@@ -44,7 +44,7 @@ def saved(tmp_path):
 
 
 def mappings(path):
-    """The address ranges at which this process maps files inside ``path``, also those deleted since."""
+    """The address ranges at which this process maps files inside ``path``, including deleted ones."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line.split() for line in lines if f"{path}{os.sep}" in line]
     return [tuple(int(end, 16) for end in words[0].split("-")) for words in found]
@@ -69,7 +69,7 @@ def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved,
     report = last_report(caplog)
     assert (set(report.paths), report.copied, report.engine) == ({"buffered: mapped"}, 0, "buffered")
     assert report.bytes == sum(info.bytes for info in map(fastckpt.open(path).info, fastckpt.open(path)))
-    # One tensor alone keeps its shard mapped, and the last one takes the mapping with it.
+    # A single tensor keeps its shard mapped, and the end of the last one unmaps it.
     kept = loaded["n"][3]
     del loaded
     gc.collect()
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_is_replaced_stays_what_it_was(saved):
     loaded = fastckpt.load(path, io=fastckpt.IO(mmap=True, verify=False))
     fastckpt.save(state(seed=1), path)
     assert same(loaded, wanted)
-    # And what is mapped can be saved over what it is mapped from.
+    # Mapped tensors can be saved over their own files.
     fastckpt.save(loaded, path)
     assert same(fastckpt.load(path), wanted)
     assert same(loaded, wanted)
@@ -203,14 +203,14 @@ def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, thread
     assert report.copied == sum(sizes)
     assert report.bytes == sum(sizes) + 5000
     assert report.phases["read"] <= report.seconds
-    # Nothing is left that needs the files.
+    # Nothing needs the files any more.
     del loaded
     gc.collect()
     assert not mappings(path)
 
 
 def test_when_the_interpreter_ends(saved):
-    """Pools of threads take nothing any more."""
+    """Thread pools accept no more work by then."""
     code = """if True:
         import atexit, sys, numpy, fastckpt
 
@@ -227,7 +227,7 @@ def test_when_the_interpreter_ends(saved):
 
 
 def test_signs_are_flipped_in_a_copy(tmp_path):
-    """The pages themselves stay: another tensor may be made of them."""
+    """The pages themselves stay: another tensor may be made from them."""
     wanted = torch.randn(3000, dtype=torch.complex64)
     fastckpt.save({"w": wanted}, tmp_path / "c")
     into = {"w": torch.zeros(3000, dtype=torch.complex64).conj()}
@@ -267,7 +267,7 @@ def test_what_into_lacks_is_neither_checked_nor_copied(saved):
 
 
 def test_objects_in_into_are_filled_from_the_pages(tmp_path):
-    """Parameters are filled in place; an optimizer that has not stepped is given new tensors, which are pages."""
+    """Parameters are filled in place; an optimizer that has not stepped gets new tensors, which are pages."""
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.Adam(model.parameters())

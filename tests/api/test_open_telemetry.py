@@ -1,4 +1,4 @@
-"""Spans and metrics: what an SDK of OpenTelemetry gets of saves, loads and verifications."""
+"""Spans and metrics that an SDK of OpenTelemetry gets from saves, loads and verifications."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_asynchronous_save_ends_when_durable_in_the_span_of_its_call(sdk, tmp
     assert seconds(spans["fastckpt.save.stage"]) == pytest.approx(report.phases["stage"], abs=2e-9)
     others = set(spans) - {"fastckpt.save"}
     assert "fastckpt.save.wait" in others
-    # Beside what held the caller: the phases go on without it.
+    # Beside the stall of the caller: the phases go on without it.
     assert {parent(spans[name]) for name in others} == {whole.context.span_id}
     assert whole.attributes["fastckpt.asynchronous"] is True
     [point] = sdk.points()["fastckpt.operation.stall"]
@@ -343,7 +343,7 @@ def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk,
     finally:
         go.set()
     join_saves()
-    # It says when the save ended, not when it came to be told.
+    # It shows when the save ended, not when that was reported.
     assert sdk.spans()["fastckpt.save"].end_time <= at[0]
 
 
@@ -351,7 +351,7 @@ def test_a_signal_handler_may_save_while_a_span_is_exported(sdk, tmp_path):
     lock = threading.Lock()
 
     class Handler(SpanProcessor):
-        """Holds a lock that cannot be taken twice while a handler saves, as exporters may be interrupted."""
+        """Holds a non-reentrant lock while a handler saves, because exporters may be interrupted."""
 
         saved = False
 
@@ -400,7 +400,7 @@ import sys
 import fastckpt
 path = sys.argv[1] if sys.argv[1:] else "{path}"
 from opentelemetry import trace
-fastckpt.save({{"a": 1}}, path)  # nobody listens yet
+fastckpt.save({{"a": 1}}, path)  # no listener yet
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

@@ -1,4 +1,4 @@
-"""Partial loads: what is left out, what is allowed to differ, other keys, other dtypes."""
+"""Partial loads: exclusions, allowed differences, other keys, other dtypes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_part_that_is_missing_leaves_out_the_whole(saved, registry):
 
 
 def test_keys_choose_in_into_too(saved):
-    """What keys= asks for and into has must be there; the rest of into stays as it is."""
+    """Values that keys= selects and into has must be there; the rest of into stays unchanged."""
     path = saved({"a": torch.ones(2), "b": torch.ones(3)})
     with pytest.raises(StructureMismatchError, match=r"\['c'\]: not in the checkpoint"):
         fastckpt.load(path, into={"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, keys="*")
@@ -185,7 +185,7 @@ def test_a_tie_of_the_checkpoint_need_not_be_in_into(saved):
 
 @pytest.mark.parametrize("size", [6, 3 << 20])
 def test_what_is_tied_in_into_may_be_stored_apart_if_it_is_equal(saved, engine, size):
-    """The checksums of blocks differ with where a tensor begins; those of whole tensors do not."""
+    """The checksums of extents depend on the start of a tensor; those of whole tensors do not."""
     w, odd = torch.randn(size), torch.ones(size % 7 + 3, dtype=torch.uint8)
     path = saved({"a": w, "odd": odd, "b": w.clone(), "c": w + 1, "d": w.view(torch.int32).clone()})
     one = torch.zeros(size)
@@ -218,7 +218,7 @@ def test_prefixes_of_wrappers_come_off(saved):
         loaded = fastckpt.load(path, rename=fastckpt.strip_prefix(*prefixes))
         assert list(loaded["model"]) == list(model.state_dict())
         assert loaded["x"] == 5
-        # The versions of the modules go with them.
+        # The versions of the modules follow them.
         assert loaded["model"]._metadata["1"] == {"version": 2}
         model.load_state_dict(loaded["model"])
     fresh = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -289,7 +289,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_cast_gives_what_to_would(saved, engine, target):
-    """Also where edges of blocks cut elements: what lies before has an odd length."""
+    """Even if edges of blocks cut elements: the tensors before have odd lengths."""
     generator = torch.Generator().manual_seed(0)
     state = {"odd": torch.ones(4097, dtype=torch.uint8)}
     for dtype in FLOATS:
@@ -335,7 +335,7 @@ def test_cast_gives_what_to_would(saved, engine, target):
 
 
 def test_one_dtype_for_all_leaves_the_step_of_optimizers(saved):
-    """Of bfloat16, 1000 + 1 is 1000."""
+    """In bfloat16, 1000 + 1 is 1000."""
     path = saved({"o": {"state": {0: {"step": torch.tensor(1001.0), "m": torch.ones(2)}}}, "step": torch.ones(1)})
     loaded = fastckpt.load(path, dtype="bfloat16")
     assert loaded["o"]["state"][0]["step"].item() == 1001
@@ -365,7 +365,7 @@ def test_patterns_of_dtypes(saved):
         ("fc.w", "float32", "cpu"),
         ("fc.b", "float32", "cpu"),
     ]
-    # Patterns see the whole checkpoint: what they match need not be loaded.
+    # Patterns apply to the whole checkpoint: matched tensors need not be loaded.
     assert fastckpt.load(path, keys="fc.*", dtype={"norm.*": "float16"})["fc"]["w"].dtype is torch.float32
     with pytest.raises(KeyError, match=r"load: dtype: 'nrom\.\*' matches nothing; similar: 'norm\.w'"):
         fastckpt.load(path, dtype={"nrom.*": "float16"})
@@ -492,7 +492,7 @@ def test_tensors_made_of_several_that_have_no_place_in_into(saved, kind, into):
     path = saved({"x": value, "b": torch.ones(3)})
     assert "x" not in fastckpt.load(path, into=dict(into), strict=False)
     if kind != "broadcast":
-        # What leads to a value that is chosen comes along, and so does a tensor that is the key.
+        # Containers of a chosen value are included, and so is a tensor that is its key.
         path = saved({value: 1, "b": torch.ones(3)})
         loaded = fastckpt.load(path, into=dict(into), strict=False)
         (key,) = (key for key in loaded if type(key) is not str)

@@ -1,4 +1,4 @@
-"""What a long operation tells the training log while it runs."""
+"""The lines of a long operation in the training log while it runs."""
 
 from __future__ import annotations
 

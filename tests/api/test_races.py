@@ -1,4 +1,4 @@
-"""Readers and savers that meet others who replace the same checkpoint, again and again."""
+"""Readers and savers during repeated replacements of the same checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: what they say stays as it is."""
+"""Reports do not change after they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal states give equal files (docs/format.md, 2.1), however they are saved and wherever their tensors lie."""
+"""Equal states give equal files (docs/format.md, 2.1), for any way of saving and any addresses of tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state(address=64, move=torch.from_numpy, array=lambda values: values, order=
     weights |= {"odd": random.standard_normal(1001), "bytes": np.arange(5, dtype=np.uint8), "none": np.zeros((0, 3))}
     places = {name: aside(values, address) for name, values in weights.items()}
     model = {name: move(values) for name, values in places.items()}
-    # Views with strides, types that safetensors does not know, arrays: all kinds of sources.
+    # Views with strides, types that safetensors lacks, arrays: all kinds of sources.
     model["turned"] = model["layers.0.w"].t()
     moments = {i: {"m": array(aside(weights["layers.1.w"] * i, address))} for i in range(5)}
     wide = move(aside(np.arange(700_000, dtype=np.float32), address)).to(torch.complex128)
@@ -48,7 +48,7 @@ def turned(value, order):
 
 
 def files(path):
-    """SHA-256 of every file but the manifest, and what the manifest says beside its times and engine."""
+    """SHA-256 of every file except the manifest, and the manifest without its times and engine."""
     sums = {
         each.relative_to(path).as_posix(): hashlib.sha256(each.read_bytes()).hexdigest()
         for each in path.rglob("*")
@@ -112,7 +112,7 @@ def test_tensors_of_a_device_differ_in_its_name_alone(save, expected, tmp_path):
 
 
 def test_arrays_give_the_same_shards_as_tensors(expected, tmp_path):
-    """How a tensor comes back is in the structure alone."""
+    """Only the structure records the framework of a tensor."""
     fastckpt.save(state(array=torch.from_numpy), tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))
     shards, manifest = files(tmp_path / "c")
     assert shards == expected[0]
@@ -130,7 +130,7 @@ def test_the_order_of_dicts_changes_the_structure_alone(expected, tmp_path):
 
 
 def test_what_differs_shows(expected, tmp_path):
-    """One byte of one tensor: that shard alone is another."""
+    """After a change of one byte of one tensor, only its shard differs."""
     other = state()
     other["model"]["bytes"][4] = 77
     fastckpt.save(other, tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))

@@ -1,4 +1,4 @@
-"""``dtype=`` of a save: the copy that is shipped, cast on the way."""
+"""``dtype=`` of a save: a copy for release, cast during the save."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tied_tensors_stay_tied(tmp_path, way, shape):
 @pytest.mark.parametrize("io", ["uring", "threads", "buffered"])
 @pytest.mark.parametrize("block", [4096, 12_288])
 def test_elements_that_blocks_cut(tmp_path, monkeypatch, io, block):
-    """Tensors of an odd number of bytes lie before those that are cast, and blocks end anywhere in them."""
+    """Tensors of an odd number of bytes precede the cast ones, in which blocks end anywhere."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(block))
     state = {f"{n}": torch.randn(n) for n in (1, 1023, 5001, 70_003)} | {"odd": torch.ones(4097, dtype=torch.uint8)}
     fastckpt.save(state, tmp_path / "c", dtype={"1": "float8_e5m2", "*3": "bfloat16", "*": "float64"}, io=io)
@@ -173,7 +173,7 @@ def test_elements_that_blocks_cut(tmp_path, monkeypatch, io, block):
     assert same(loaded, {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()})
 
 
-# What a cast loses.
+# Losses of a cast.
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_is_no_dtype(tmp_path, way):
 
 
 def test_a_refusal_lets_go_of_the_callers_buffers(tmp_path):
-    """Also while the error, and with it every frame, is kept."""
+    """Even while the error, and with it every frame, is kept."""
     buffer = bytearray(5000)
     with pytest.raises(KeyError) as one:
         fastckpt.save({"b": buffer}, tmp_path / "c", dtype={"x": "float16"})

@@ -1,4 +1,4 @@
-"""Many ranks, many shards, files that others hold: what a node and a process have only so much of is shared."""
+"""Many ranks, many shards, files with leases: the limited resources of a node and a process are shared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(read_bytes() - before, sum(int(array.sum()) for array in loaded.values()),
 
 
 def read_by_ranks(path: Path, count: int, io: str) -> tuple[list[int], set[int]]:
-    """What each of ``count`` ranks that load ``path`` when it is cold read from the device, and what they got."""
+    """The bytes that each of ``count`` ranks reads from the device in a cold load of ``path``, and the states."""
     for file in filter(Path.is_file, path.rglob("*")):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -72,7 +72,7 @@ def test_ranks_that_load_one_path_read_the_storage_once(tmp_path):
     assert found == total
     if moved[0] < 64 * MIB:
         needs.missing("a temporary directory on a disk, and files that can be dropped from the page cache")
-    # Whatever drops the page cache of the whole machine meanwhile has the storage read again; not each time.
+    # If another process drops the page cache meanwhile, the storage is read again, but not in each attempt.
     for _ in range(4):
         moved, found = read_by_ranks(tmp_path / "c", 4, "auto")
         assert found == total
@@ -87,7 +87,7 @@ def test_ranks_that_load_one_path_read_the_storage_once(tmp_path):
         ("step-3", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, True),
         ("rank-4", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, True),
         ("step", {"LOCAL_WORLD_SIZE": "8"}, {}, True),
-        # What names its rank is read by that rank alone.
+        # A path that names its rank is read only by that rank.
         ("rank-11", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, False),
         ("mp_rank_03", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, False),
         ("step", {"LOCAL_WORLD_SIZE": "1"}, {}, False),
@@ -113,7 +113,7 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     assert (SHARED in report.paths) == shared
     if shared:
         assert (report.engine, report.fallback) == ("buffered", None)
-    # Verifying is to see the disk, and writing is each rank's own.
+    # Verifications must read the disk, and each rank writes alone.
     assert SHARED not in fastckpt.verify(tmp_path / name, **options).paths
     assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).paths
 
@@ -129,7 +129,7 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     ],
 )
 def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, ahead, monkeypatch, tmp_path):
-    """Another rank's parts are other parts; some tensors are read once only from storage of several machines. Only such
+    """Different ranks read different parts; selected tensors are read once only from shared storage. Only shared
     storage is asked to read ahead."""
     wanted = state(16 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -177,7 +177,7 @@ def test_the_kernel_reads_ahead_of_ranks_that_share(tmp_path):
         ours = [call for call in advised if call.fd_paths() == [shard]]
         place = {call: [int(word) for word in call.arguments.split(", ")[1:3]] for call in ours}
         ours.sort(key=place.__getitem__)
-        # The kernel takes no more of one request.
+        # The kernel serves no more of one request.
         assert max(length for _, length in place.values()) == 128 << 10
         gaps = [place[b][0] - sum(place[a]) for a, b in itertools.pairwise(ours)]
         assert all(0 <= gap < 4096 for gap in gaps)
@@ -238,7 +238,7 @@ except OSError as error:
 
 
 def test_no_descriptor_at_all_tells_what_helps(tmp_path):
-    # Of more than 64 shards, none is open before it is read from.
+    # With more than 64 shards, none is open before its first read.
     wanted = {str(number): np.ones(50, np.uint8) for number in range(65)}
     fastckpt.save(wanted, tmp_path / "c", files=fastckpt.Files(shard_size=1))
     command = [sys.executable, "-c", NONE, str(tmp_path / "c")]
@@ -262,7 +262,7 @@ except OSError as error:
     sys.exit(f"no lease: {error}")
 print("held", flush=True)
 signal.sigwait([signal.SIGIO])
-# Whoever asked has been refused by now, or waits.
+# Each that asked has been refused by now, or waits.
 time.sleep(0.3)
 print("asked", flush=True)
 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -271,7 +271,7 @@ fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 @pytest.mark.parametrize("file", ["fastckpt.json", "model.safetensors"])
 def test_a_lease_is_waited_for(tmp_path, engine, file):
-    """Samba and the kernel's NFS server hold such, and give them back when somebody opens the file."""
+    """Samba and the kernel's NFS server hold leases, and return them when another process opens the file."""
     wanted = state(16 * MIB)
     fastckpt.save(wanted, tmp_path / "c")
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "c" / file)]

@@ -1,4 +1,4 @@
-"""Files in any format: what ``open_write`` has closed is whole and durable, and ``open_read`` knows it again."""
+"""Files in any format: a file closed by ``open_write`` is whole and durable, and ``open_read`` verifies it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.draws import one_in
 from harness.rot import rot
 
 ENGINES = ["auto", "uring", "threads", "direct", "buffered"]
-#: Of what one thread writes at a time.
+#: The unit that one thread writes at a time.
 BLOCK = 8 << 20
 CHECKSUM = "user.fastckpt.crc64nvme"
 
@@ -41,7 +41,7 @@ def parent(tmp_path):
 
 @pytest.fixture(scope="module")
 def data():
-    """Bytes of a few blocks, and no whole number of pages."""
+    """Bytes of a few blocks, not a whole number of pages."""
     return np.random.default_rng(7).integers(0, 256, 5 * BLOCK + 4097, np.uint8).tobytes()
 
 
@@ -148,7 +148,7 @@ def test_the_path_stays_as_it_is_until_the_file_is_closed(parent, data):
     file.write(b"new")
     file.discard()
     for call in (file.close, file.discard):
-        call()  # once more does nothing
+        call()  # a second call does nothing
     assert path.read_bytes() == data
     assert names(parent) == ["file"]
     with pytest.raises(ValueError, match="closed"):
@@ -168,7 +168,7 @@ def test_nobody_sees_more_of_a_file_while_it_is_replaced(parent):
 
 @pytest.mark.root
 def test_the_group_stays(parent):
-    """That of a directory which passes its own on, and that of the file that is replaced."""
+    """The group of a directory that passes its group on, and that of the replaced file."""
     needs.root()
     os.chown(parent, -1, 1234)
     parent.chmod(0o2775)
@@ -199,7 +199,7 @@ def test_a_write_protected_file_stays(children):
 
 
 def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
-    """Mutant: whoever ignores it closes a file with a hole."""
+    """Mutant: a program that ignores the error closes a file with a hole."""
     file = fastckpt.open_write(parent / "file")
     real = np.copyto
 
@@ -216,12 +216,12 @@ def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             call()
     assert names(parent) == []
-    file.close()  # once more does nothing
+    file.close()  # a second call does nothing
 
 
 @pytest.mark.parametrize("message", ["can't start new thread", "cannot schedule new futures after shutdown"])
 def test_without_threads_the_caller_writes(parent, data, monkeypatch, message):
-    """As while the interpreter ends. A block may be queued all the same. Mutant: it is written twice, or never."""
+    """As at the interpreter's end. A block may still be queued. Mutant: it is written twice, or never."""
     queued = []
 
     def submit(pool, *call):
@@ -255,7 +255,7 @@ fastckpt.open_write(sys.argv[1]).discard()
 
 
 def test_a_discard_ends_a_write(parent, data):
-    """By another thread, or a signal handler. Mutant: the write waits for blocks that nobody copies."""
+    """By another thread, or a signal handler. Mutant: the write waits for blocks that no thread copies."""
     for nbytes in (3 << 16, len(data)):  # as many blocks as there is memory for, and more
         file = fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1, bandwidth_limit="100kB"))
         ended = []
@@ -284,7 +284,7 @@ def test_a_file_that_nobody_closes_is_nothing_and_says_so(parent):
     for nbytes in (3, 3 * BLOCK):
         with pytest.warns(RuntimeWarning, match="was not closed") as caught:  # noqa: PT031 - once it warns
             fastckpt.open_write(parent / "file").write(bytes(nbytes))
-            while not caught:  # the last block may be on its way
+            while not caught:  # the last block may be in flight
                 time.sleep(0.01)
         while names(parent):
             time.sleep(0.01)
@@ -346,7 +346,7 @@ def test_a_full_disk_is_an_error_and_the_old_file_stands(data):
         assert raised.value.errno == errno.ENOSPC
         assert (point / "file").read_bytes() == b"old"
         assert [name for name in names(point) if name != "lost+found"] == ["file"]
-        # What would not fit ahead of it fits by itself.
+        # The file fits, although the preallocation ahead would not.
         write(point / "file", data[:BLOCK])
         assert (point / "file").read_bytes() == data[:BLOCK]
 

@@ -1,4 +1,4 @@
-"""``IO(threads=, staging=)``: what is asked for runs, or an error says what it needs."""
+"""``IO(threads=, staging=)``: the requested values run, or an error shows the needed memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_too_little_memory_for_the_threads_is_refused(tmp_path, many):
         with pytest.raises(ValueError, match=words):
             call()
     assert not (tmp_path / "d").exists()
-    # Without a number of threads, there are as many as it is enough for.
+    # Without a number of threads, the staging memory limits them.
     small = fastckpt.IO("threads", staging="8MiB")
     assert fastckpt.save(state, tmp_path / "d", io=small).threads == 4
     assert fastckpt.save(state, tmp_path / "d", io=fastckpt.IO("threads", staging="1GiB")).threads == 12

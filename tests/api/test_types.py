@@ -1,4 +1,4 @@
-"""What a type checker of the user's sees: a program of theirs under ``mypy --strict``."""
+"""A user's program under ``mypy --strict``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fastckpt
 from harness import needs
 
-# ``--strict`` warns of an ignore that ignores nothing: each must stand for the error that it names.
+# ``--strict`` warns of unused ignores, so each must match its error.
 PROGRAM = """
 import asyncio
 import os
@@ -80,14 +80,14 @@ asyncio.run(awaited("c"))
 """
 
 
-# What others annotate is not under test here, and takes minutes.
+# Annotations of other packages are not tested here, and take minutes.
 OTHERS = ("accelerate", "lightning", "numpy", "peft", "torch", "torch_checkpointing", "transformers")
 CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in OTHERS)
 
 
 @pytest.mark.slow
 def test_a_program_under_mypy_strict(tmp_path):
-    """Python 3.10 has no ``typing.Self``: what is imported from where it is not becomes Any without a word."""
+    """Python 3.10 has no ``typing.Self``: a missing name silently becomes Any."""
     needs.package("mypy")
     program = tmp_path / "user.py"
     program.write_text(PROGRAM)

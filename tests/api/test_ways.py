@@ -1,4 +1,4 @@
-"""Which way blocks take between memory and disk, and that every way brings the same bytes.
+"""The I/O paths of blocks, all of which give the same bytes.
 
 Whether memory is in huge pages depends on the machine, so FASTCKPT_ZERO_COPY decides here; one test leaves it to the
 rule.
@@ -27,7 +27,7 @@ ENGINES = ["uring", "threads", "buffered"]
 
 
 def memory(nbytes: int, residue: int) -> np.ndarray:
-    """Bytes at an address that is ``residue`` beyond a page, none of them predictable."""
+    """Random bytes at an address that is ``residue`` beyond a page."""
     whole = np.empty(nbytes + 8192, np.uint8)
     skip = (residue - whole.ctypes.data) % 4096
     part = whole[skip : skip + nbytes]
@@ -36,7 +36,7 @@ def memory(nbytes: int, residue: int) -> np.ndarray:
 
 
 def ragged() -> dict[str, np.ndarray]:
-    """Tensors whose edges lie in the middle of blocks and pages, among small ones, congruent and not."""
+    """Tensors with edges inside blocks and pages, among small ones, congruent and not."""
     return {
         "a": memory(9 * MIB, 64),
         "b": memory(4096, 64),
@@ -49,7 +49,7 @@ def ragged() -> dict[str, np.ndarray]:
 
 
 def huge(nbytes: int) -> np.ndarray:
-    """Memory in huge pages, if the kernel grants them, congruent with where data begins."""
+    """Memory in huge pages, if the kernel grants them, congruent with the start of data."""
     mapping = mmap.mmap(-1, nbytes + 4 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     skip = -start % (2 * MIB) + 64
@@ -122,7 +122,7 @@ def test_rule_writes_huge_pages_as_they_lie_and_small_ones_through_slabs(tmp_pat
         needs.missing("needs huge pages (transparent_hugepage is set to never)")
     report = fastckpt.save({"w": huge(16 * MIB)}, tmp_path / "h", io="threads")
     assert report.paths["zero-copy"] >= 3, report
-    # A mapping that was told to have none: the default is not the same on every machine.
+    # A mapping without huge pages: the default differs between machines.
     mapping = mmap.mmap(-1, 17 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     small = np.frombuffer(mapping, np.uint8)[64 : 64 + 16 * MIB]
@@ -153,9 +153,9 @@ def test_hot_checkpoint_comes_from_the_page_cache_and_a_cold_one_does_not(tmp_pa
     hot = ways()
     assert set(hot.paths) == {"buffered: in the page cache"}, hot
     assert (hot.engine, hot.fallback) == ("buffered", None)
-    # A verification is to see the disk, not what the cache remembers of it.
+    # A verification must read the disk, not the page cache.
     assert fastckpt.verify(tmp_path / "c").blocks["buffered"] == 0
-    # An engine that was named is not second-guessed.
+    # A named engine is not replaced.
     for engine in ("uring", "threads", "direct"):
         assert ways(io=engine).blocks["buffered"] == 0
 
@@ -195,7 +195,7 @@ def test_buffered_never_opens_without_the_cache(tmp_path, operation):
 
 
 def read_bytes(call) -> int:
-    """Bytes that reads of this process asked the system for."""
+    """Bytes that this process requested in reads."""
 
     def count() -> int:
         text = Path("/proc/self/io").read_text(encoding="ascii")
@@ -218,7 +218,7 @@ def test_parts_are_read_without_what_lies_between(tmp_path):
     # Close ones are read as one: 16 small tensors are not 16 operations.
     small = read_bytes(lambda: fastckpt.load(tmp_path / "c", keys="s.*", io="threads"))
     assert small < MIB // 2, small
-    # Of a tensor, what lies in the block: its checksum is that of all of it.
+    # A part of a tensor reads the whole extent in the block, because of its checksum.
     with fastckpt.open(tmp_path / "c") as checkpoint:
         row = read_bytes(lambda: checkpoint.tensor("h")[slice(0, 100)])
         assert MIB <= row < 1.5 * MIB, row
@@ -301,6 +301,6 @@ def test_a_few_bytes_that_lie_far_apart_have_several_workers(tmp_path, caplog, i
     loaded = fastckpt.load(tmp_path / "c", keys="*.small", io=io)
     assert same(loaded, {name: state[name] for name in state if name.endswith("small")})
     assert caplog.records[-1].args[0].threads > 1
-    # And one place alone has one.
+    # A single place has one.
     fastckpt.load(tmp_path / "c", keys="1.small", io=io)
     assert caplog.records[-1].args[0].threads == 1

@@ -1,4 +1,4 @@
-"""What tests of asynchronous saves share."""
+"""Fixtures for tests of asynchronous saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.internals import Staging, unhook_optimizers
 
 @pytest.fixture
 def alone():
-    """Nothing of this test is in flight after it, and no optimizer has our hook."""
+    """After a test, none of its saves is in flight, and no optimizer has our hook."""
     yield
     fastckpt.background.drain(60)
     fastckpt.background.release_buffers()
@@ -28,7 +28,7 @@ def unhook():
 
 @pytest.fixture
 def held_background(monkeypatch):
-    """What a lazy save copies after its call is copied when the event is set; with it, that it has begun."""
+    """Holds the late copy of a lazy save until an event is set; also yields an event for its beginning."""
     release, begun = threading.Event(), threading.Event()
     real = Staging._copy_late
 
@@ -44,7 +44,7 @@ def held_background(monkeypatch):
 
 @pytest.fixture
 def when_waited_for():
-    """``when_waited_for(function)`` calls it once, when a step or a guard next waits for a copy that is not done."""
+    """``when_waited_for(function)`` calls it once, at the next wait of a step or a guard for an unfinished copy."""
     functions = []
 
     def watched(wait):

@@ -1,4 +1,4 @@
-"""Asynchronous saves: what the caller may do meanwhile, what becomes of failures, and how the process ends."""
+"""Asynchronous saves: changes by the caller meanwhile, failures, and the end of the process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that
 def nothing_left():
     yield
     try:
-        fastckpt.background.drain(60)  # raises what nobody has been told
+        fastckpt.background.drain(60)  # raises the errors that no call has raised
     finally:
         fastckpt.background.release_buffers()
 
 
 @pytest.fixture
 def late(tmp_path):
-    """``no`` leads nowhere, as if it came to that between the call, which looks at it, and the background save."""
+    """Make ``no`` a dangling link, as if this happened between the check at the call and the background save."""
     (tmp_path / "no").symlink_to("nowhere")
     with points.replaced(points.CHECK_TARGET, lambda _: lambda *_: None):
         yield
@@ -49,7 +49,7 @@ def late(tmp_path):
 
 @pytest.fixture
 def hold(monkeypatch):
-    """``hold(path)`` gives an event: a save to that path has its snapshot, and writes once the event is set."""
+    """``hold(path)`` returns an event: a save to that path has its snapshot, and writes once the event is set."""
     gates = {}
     real = Job._write
 
@@ -69,7 +69,7 @@ def hold(monkeypatch):
 
 
 def release_when_admission_waits(gate, seconds=0.0):
-    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place among the saves."""
+    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place in flight."""
 
     def body():
         wait_until(waiting_calls)
@@ -93,7 +93,7 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, hold):
         note = ["before"]
         state["note"] = note
         pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy), metadata={"step": 3})
-        # numpy arrays are copied at the call either way.
+        # NumPy arrays are always copied at the call.
         for array in state["model"].values():
             if isinstance(array, np.ndarray):
                 array.view(np.uint8)[...] = 0
@@ -147,7 +147,7 @@ def test_torch_states_come_back_whole(tmp_path):
         loaded = fastckpt.load(tmp_path / "async")
         assert same_state(loaded, fastckpt.load(tmp_path / "sync"))
         assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
-    # What is tied is copied once.
+    # Tied tensors are copied once.
     alone = fastckpt.save_async({"a": base, "b": base}, tmp_path / "tied").result(60)
     assert alone.staged == base.nbytes
 
@@ -291,7 +291,7 @@ def test_whichever_ends_first_makes_room(tmp_path, hold):
 
 
 def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
-    """Also while its thread has not yet come to run."""
+    """Even if its thread has not run yet."""
     real = Job.run
 
     def late(job):
@@ -308,7 +308,7 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
 
 
 def _let_go_where_it_is_waited_for(gate, pending):
-    """Let a save that is held go on as soon as somebody waits for its path, and see that it is over then."""
+    """Let a held save go on as soon as a call waits for its path, and check that it has ended by then."""
 
     def letting_go(wait_for_paths):
         def wait(*paths):
@@ -378,7 +378,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     broken.finished.wait(60)
     with pytest.warns(RuntimeWarning, match=r"no/c failed, and its result was never requested"):
-        # The synchronous one may be the last act of a failing program, so it saves first, and only warns.
+        # The synchronous save may be the last act of a failing program, so it saves first, and only warns.
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
     with pytest.raises(FileNotFoundError) as caught:
@@ -398,7 +398,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
 
 
 def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
-    # A loop that saves on, whatever happens: every other save fails, and all others are durable.
+    # A loop that saves despite failures: every other save fails, and all others are durable.
     errors = []
     for turn in range(6):
         bad = tmp_path / "no" / "c" if turn % 2 else None
@@ -427,7 +427,7 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, hold, c
     wait_until(lambda: told)
     assert told[0][:2] == ("fastckpt-save", broken)
     assert isinstance(told[0][2], FileNotFoundError)
-    # It has asked, so nobody else is told.
+    # The failure was raised, so it is not reported again.
     fastckpt.background.drain()
 
     def raises(_):
@@ -459,7 +459,7 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
     wait_until(lambda: called)
     with pytest.raises(OSError, match="the disk"):
         fastckpt.background.drain()
-    # What ended the thread is this test's, not the next one's.
+    # The exception that ended the thread belongs to this test, not to the next.
     for thread in threading.enumerate():
         if thread.name == "fastckpt-save":
             thread.join(60)
@@ -527,7 +527,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
 
 
 def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
-    """Wherever the exception comes from the save goes on or there is none: nothing waits for it for ever."""
+    """Wherever the exception comes from, the save goes on or does not exist: nothing waits for it forever."""
 
     def interrupted(real, *, before):
         def call(*arguments, **named):
@@ -543,7 +543,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
             interrupt = functools.partial(interrupted, before=before)
             with points.replaced(place, interrupt), pytest.raises(KeyboardInterrupt):
                 fastckpt.save_async(numbered(1), tmp_path / "c", io=fastckpt.IO(lazy=True))
-            # Another thread, for which nothing below a signal handler is an exception.
+            # Another thread, in which code below a signal handler is no special case.
             drained = []
             thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.background.drain(60)))
             thread.start()
@@ -583,7 +583,7 @@ def test_cancel_leaves_nothing_behind(tmp_path, lazy):
             ask()
     pending.wait_staged(0)
     assert pending.progress().phase == "cancelled"
-    fastckpt.save_async(numbered(3), tmp_path / "c").result(60)  # nobody is told of what was cancelled
+    fastckpt.save_async(numbered(3), tmp_path / "c").result(60)  # a cancelled save is not reported
     assert which(fastckpt.load(tmp_path / "c")) == 3
 
 
@@ -723,14 +723,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["alone", "fork", "fork after a save", "forkserver", "spawn"])
 def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
-    """Without configured logging, and in children, too: those that multiprocessing forks never come to atexit."""
+    """Without configured logging, and even in children: those that multiprocessing forks never reach atexit."""
     program = tmp_path / "program.py"
     program.write_text(BROKEN)
     command, environment = [sys.executable, program, method, tmp_path / "c"], zygote.environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     path = f"{tmp_path}/c" + "-child" * (method != "alone")
-    # By two threads, in any order.
+    # Printed by two threads, in any order.
     reason = "OSError: [Errno 5] the disk is gone"
     assert sorted(line for line in done.stderr.splitlines() if "asynchronous save" in line) == [
         f"fastckpt: the asynchronous save to {path} failed, and its result was never requested: {reason}",
@@ -803,7 +803,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
 
 
 def test_a_fork_waits_for_a_line_of_the_log(tmp_path):
-    """A thread that writes one holds the lock of stderr; a child forked at that moment would wait for it for ever."""
+    """A thread that writes a line holds the lock of stderr; a child forked at that moment would wait for it forever."""
     run(
         tmp_path,
         """
@@ -813,7 +813,7 @@ def test_a_fork_waits_for_a_line_of_the_log(tmp_path):
             while True:
                 os.write(write, bytes(4096))
         except BlockingIOError:
-            os.set_blocking(write, True)  # full: whoever writes waits
+            os.set_blocking(write, True)  # full: a write waits
         sys.stderr = open(write, "w")
         late()
         failed = fastckpt.save_async(state, target + "-no/c")
@@ -852,7 +852,7 @@ def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
 
 @pytest.mark.parametrize("inside", ["result()", "wait_staged()", "time.sleep(0.3)", "None"])
 def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
-    """Whatever the main thread is doing, the handler waits for what is in flight, and nothing is locked."""
+    """Whatever the main thread is doing, the handler waits for the saves in flight, without a deadlock."""
     run(
         tmp_path,
         f"""
@@ -878,7 +878,7 @@ def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
 
 
 def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
-    """Signals by the hundred into a loop that saves and logs: handlers that drain and save never lock up."""
+    """Hundreds of signals in a loop that saves and logs: handlers that drain and save never deadlock."""
     run(
         tmp_path,
         """
@@ -984,7 +984,7 @@ def test_a_larger_state_takes_the_place_of_the_smaller(tmp_path):
 
 
 def test_two_hundred_saves_leak_nothing(tmp_path):
-    """Resident memory flat after the third; no threads, descriptors, mappings or temporary files left."""
+    """Resident memory is flat after the third save; no threads, descriptors, mappings or temporary files are left."""
     fastckpt.background.release_buffers()
     state = {"w": np.arange(1 << 19), "many": [np.arange(5) for _ in range(200)], "n": list(range(500))}
     held = []
@@ -1012,7 +1012,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture
 def threadless(monkeypatch):
-    """No thread can be started; ``threadless(happens)`` calls that in the midst of a save."""
+    """No thread can be started; ``threadless(happens)`` calls ``happens`` in the middle of a save."""
 
     def start(_):
         raise RuntimeError("can't start new thread")
@@ -1043,7 +1043,7 @@ def test_without_a_thread_the_caller_saves(tmp_path, threadless, caplog, save, o
 
 @BOTH
 def test_a_handler_does_not_wait_for_the_save_that_it_interrupts(tmp_path, threadless, save, options):
-    """A handler runs in the thread of the call; here it is called there. Mutant: it waits for that thread."""
+    """A handler runs in the calling thread, where it is called here. Mutant: it waits for that thread."""
     threadless(lambda: fastckpt.background.drain(1))
     assert save(numbered(1), tmp_path / "c", **options).done()
     assert which(fastckpt.load(tmp_path / "c")) == 1

@@ -1,4 +1,4 @@
-"""Parts of saves in the background: what compares versions of tensors, how much may be pinned, how nice threads are."""
+"""Parts of saves in the background: comparison of tensor versions, the limit of pinned memory, niceness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastckpt._background.late import Late, versions_of
 
 
 class OnTop:
-    """A tensor during whose comparison something else happens, as below a signal handler."""
+    """A tensor that runs a function during its comparison, like a signal handler."""
 
     def __init__(self):
         self.version = 0
@@ -30,7 +30,7 @@ class OnTop:
 
 
 def test_a_step_on_top_of_a_comparison_decides_it():
-    """What the inner one found holds: the outer one sees what the inner step has changed."""
+    """The result of the inner comparison counts: the outer one sees the changes of the inner step."""
     tensor = OnTop()
     late = Late(versions_of([("t", tensor)]))
 

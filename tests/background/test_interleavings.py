@@ -1,4 +1,4 @@
-"""Drawn interleavings of lazy saves with training: what is saved is what was there at the call."""
+"""Drawn interleavings of lazy saves with training: the values at the call are saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def matrices_late(monkeypatch):
 
 
 class Gates:
-    """The late copy of each save in drawn pieces, each of which waits for a permit."""
+    """Divides the late copy of each save into drawn pieces, each of which waits for a permit."""
 
     def __init__(self, monkeypatch, rng):
         self.rng = rng
@@ -109,7 +109,7 @@ def model_of(width=8):
 
 
 class Training:
-    """A model and the optimizer of one kind; ``step`` is all that changes parameters."""
+    """A model and the optimizer of one kind; only ``step`` changes parameters."""
 
     def __init__(self, make, **options):
         self.model = model_of()
@@ -157,7 +157,7 @@ class InBackward(Training):
 
 
 class Compiled(Training):
-    """The step is compiled before anybody has saved lazily."""
+    """The step is compiled before any lazy save."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -197,7 +197,7 @@ class Averaged(Training):
         super().step()
         with torch.no_grad():
             for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                # Nobody counts this; but the step before has waited.
+                # Torch does not count this change, but the step before has waited.
                 mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
 
     def state(self):
@@ -205,7 +205,7 @@ class Averaged(Training):
 
 
 class Adversaries(Training):
-    """Two optimizers, each with half of what is saved, and they step in turns."""
+    """Two optimizers, each with half of the saved tensors, which step in turns."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -259,7 +259,7 @@ KINDS = {
 
 
 def train(directory, gates, rng, trainings, turns):
-    """Save at drawn moments, train on beside the copy, and compare; the kinds whose values differ, or that failed."""
+    """Save at drawn moments, train on during the copy, and compare; the kinds whose values differ, or that failed."""
     wrong = []
     for turn in range(turns):
         name = rng.choice(list(trainings))
@@ -284,14 +284,14 @@ def train(directory, gates, rng, trainings, turns):
 
 @pytest.fixture
 def memory():
-    """A directory that costs no sync: what is durable is not the question here."""
+    """A directory without costs of syncs, because durability is not tested here."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         yield Path(name)
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Torch's threads spin for each other, for tensors of 256 bytes."""
+    """One thread: torch's threads would spin for each other, for tensors of 256 bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -310,14 +310,14 @@ def trainings():
 
 @pytest.mark.slow
 def test_what_is_saved_is_what_was_there_at_the_call(memory, monkeypatch, trainings):
-    """No training program here calls ``guard``, or knows that it is saved."""
+    """No training program here calls ``guard`` or is aware of saves."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
     assert train(memory, gates, rng, trainings, TURNS) == []
 
 
 def test_without_the_hook_values_differ(memory, monkeypatch, trainings):
-    """So the test above can fail, with every kind of optimizer."""
+    """Without waits, the test above fails, with every kind of optimizer."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
     with points.replaced(points.HOLD_STEPS, lambda _: lambda: None):

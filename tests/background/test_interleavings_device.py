@@ -1,7 +1,7 @@
 """Drawn interleavings of lazy saves from devices with training: streams wait, and the values at the call are saved.
 
-The copies of the stand-in wait in their streams until they are let go, and so nothing but order on the device keeps a
-step that has been asked for from changing what they have still to read.
+The copies of the stand-in wait in their streams until they are released, so only the order on the device keeps a
+requested step from changing tensors that they have not read yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("alone", "clean")
 
 @pytest.fixture
 def clean(monkeypatch):
-    """Matrices are copied late, and biases at the call; nothing is gathered, so copies are many."""
+    """Matrices are copied late, and biases at the call; nothing is gathered, so there are many copies."""
     limits.lower(monkeypatch, "copied at the call of a lazy save", 1024)
     limits.lower(monkeypatch, "copied on a device where it is", 0)
     standin.faults.reset(late=0.0005)
@@ -46,7 +46,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def directory():
-    """A directory that costs no sync: what is durable is not the question here."""
+    """A directory without costs of syncs, because durability is not tested here."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         yield Path(name)
 
@@ -54,7 +54,7 @@ def directory():
 class Training:
     """Parameters on devices, their gradients, and the optimizer of one kind."""
 
-    #: Whether a step asks for changes in place alone. The stand-in has to wait on the host for anything else.
+    #: Whether a step makes only changes in place. For anything else the stand-in has to wait on the host.
     in_place = True
 
     def __init__(self, make=torch.optim.SGD, devices=(DEVICE,), **options):
@@ -97,7 +97,7 @@ class InThread(Training):
 
 
 class FromStream(Training):
-    """The program saves in a stream of its own, which follows the one it trains in."""
+    """The program saves in a separate stream, which follows the training stream."""
 
     def __init__(self):
         self.stream = standin.Stream(DEVICE)
@@ -110,7 +110,7 @@ class FromStream(Training):
 
 
 class Averaged(Training):
-    """An average follows each step, which nobody counts."""
+    """Each step updates an average, which torch does not count."""
 
     def __init__(self):
         self.average = None
@@ -127,7 +127,7 @@ class Averaged(Training):
 
 
 class Turns(Training):
-    """Two optimizers, each with what the other has not, step in turns."""
+    """Two optimizers with disjoint parameters step in turns."""
 
     def __init__(self):
         self.other = Training()
@@ -180,16 +180,16 @@ def synchronize():
 
 
 def values_of(state):
-    """A state as it is on the device now, on the host."""
+    """A copy on the host of a state's current values on the device."""
     synchronize()
     return _pytree.tree_map(lambda one: standin.on_host(one).clone() if isinstance(one, torch.Tensor) else one, state)
 
 
 def turn_of(training, path, rng, *, let_go):
-    """Save, train on, and say whether what was there at the call was saved; ``let_go`` is when copies may begin."""
+    """Save, train on, and return whether the values at the call were saved; ``let_go`` is when copies may begin."""
     expected = values_of(training.state())
     with standin.faults.held() as go:
-        # Not done when the save is called, which comes after it all the same.
+        # Not done when the save is called, but the save still comes after it.
         first = training.state()["one" if type(training) is Turns else "parameters"]
         first = first["parameters"][0] if isinstance(first, dict) else first[0]
         first.add_(1)
@@ -207,7 +207,7 @@ def turn_of(training, path, rng, *, let_go):
             synchronize_default()
     timer.cancel()
     if let_go == "some time":
-        timer.join()  # it lets nothing go that a later turn holds
+        timer.join()  # so that it releases nothing that a later turn holds
     return pending.exception(60) is None and same(fastckpt.load(path, io=fastckpt.IO(verify=False)), expected)
 
 
@@ -221,7 +221,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
         late = ["after the steps"] * 2 if training.in_place else []
         let_go = rng.choice(["some time", "before a step", *late])
         if rng.random() < 0.1:
-            # The next memory is new: it is being pinned while the copies are asked for in the background.
+            # The next memory is new: it is being pinned while the copies are requested in the background.
             fastckpt.background.release_buffers()
         assert turn_of(training, directory / str(number % 3), rng, let_go=let_go), (number, name, let_go)
 
@@ -229,12 +229,12 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
 @pytest.mark.parametrize("without", [points.HOLD_STEPS, points.HOLD_STREAMS], ids=["unhooked", "unheld"])
 @pytest.mark.parametrize("name", KINDS)
 def test_without_the_hook_or_what_it_does_values_differ(directory, monkeypatch, unhook, without, name):
-    """So the test above can fail, with every kind of training."""
+    """Without waits, the test above fails, with every kind of training."""
     rng = random.Random(0)
     training = KINDS[name]()
     # Nothing is copied at the call, which would hold the stream that the steps come after.
     limits.lower(monkeypatch, "copied at the call of a lazy save", 0)
-    # The memory is pinned from here on: the copies of a lazy save are asked for at the call.
+    # The memory is pinned from here on: the copies of a lazy save are requested at the call.
     training.save(directory / "c").result(60)
     unhook()
     with points.replaced(without, lambda _: lambda *_: None):
@@ -244,7 +244,7 @@ def test_without_the_hook_or_what_it_does_values_differ(directory, monkeypatch, 
 
 @pytest.mark.parametrize("protected", [True, False])
 def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, protected):
-    """As FSDP frees what it has gathered, whoever holds the tensor; and a reference alone does not help."""
+    """FSDP frees gathered tensors despite references, so a reference alone does not help."""
     fastckpt.save_async({"w": torch.ones(SIDE).to(DEVICE)}, directory / "c").result(60)
     tensor = torch.ones(SIDE).to(DEVICE)
     unprotected = points.replaced(points.PROTECT, lambda _: lambda *_: None)
@@ -258,6 +258,6 @@ def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, 
 
 
 def synchronize_default():
-    """Wait for the streams that the program trains in, and not for those of copies."""
+    """Wait for the training streams of the program, and not for those of copies."""
     for device in (DEVICE, OTHER):
         standin.default_stream(device).synchronize()

@@ -96,7 +96,7 @@ def test_forward_changes_no_statistics_under_a_copy(tmp_path, held_background, c
 
 
 def composed():
-    """What torch counts no changes of, or not all: the tensors, and what changes each."""
+    """Tensors whose changes torch does not count, or not all of them, and a change of each."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     with torch.inference_mode():
@@ -173,7 +173,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_backgr
     assert pending.progress().phase == "writing"
     write.set()
     report = pending.result(60)
-    # The wait in step counts, the one before, and the call; nothing else.
+    # Only the wait in step, the one before, and the call count.
     assert 0.3 <= report.stall <= called + waited
     assert report.stall < report.seconds
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
@@ -249,7 +249,7 @@ def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
-    """Dynamo must neither trace it, with conditions on what other threads change, nor compile for each save again."""
+    """Dynamo must neither trace it, with guards on values that other threads change, nor recompile for each save."""
     torch._dynamo.reset()
     parameter, optimizer = one_parameter()
 
@@ -382,14 +382,14 @@ def test_who_waits_may_change_anything(tmp_path):
 
 
 def test_a_write_through_data_goes_unseen(tmp_path, held_background):
-    """Not a promise, but what the documentation warns of."""
+    """Not a promise: the documentation warns of this."""
     w = torch.ones(LARGE)
     assert detected(tmp_path, held_background, {"w": w}, w.data.zero_) is None
     assert (fastckpt.load(tmp_path / "c")["w"] == 0).all()
 
 
 def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_background):
-    """``p.data = other`` frees what a lazy copy still has to read."""
+    """``p.data = other`` frees memory that a lazy copy has not read yet."""
     release, begun = held_background
     parameters = [torch.nn.Parameter(torch.full((1 << 18,), float(index))) for index in range(16)]
     for _ in range(5):

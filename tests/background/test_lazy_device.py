@@ -1,4 +1,4 @@
-"""Saves from devices in the background: who compares versions, what a broken device or a signal handler leaves."""
+"""Saves from devices in the background: comparison of versions, a broken device, signal handlers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_memory_that_a_broken_device_wrote_to_is_not_used_again(tmp_path, lazy):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_call_that_ends_as_copies_are_asked_for_waits_for_them(tmp_path, lazy):
-    """A signal handler raises when nobody knows of the copies yet."""
+    """A signal handler raises before the copies are recorded."""
     state = state_of()
     fastckpt.save_async(state, tmp_path / "c").result(60)
     timers = []
@@ -115,7 +115,7 @@ def test_time_of_the_device_is_no_stall(tmp_path):
 
 
 def test_a_step_in_another_stream_waits_for_what_was_copied_at_the_call(tmp_path):
-    """Small tensors hold the stream that was current at the call, and streams of steps like all others."""
+    """Small tensors hold the stream that was current at the call, and streams of steps, like all other tensors."""
     parameter = torch.nn.Parameter(state_of()["b"])
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
@@ -160,7 +160,7 @@ def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_pa
 
 @pytest.mark.parametrize("pin", [True, "8GB"])
 def test_a_call_waits_for_no_pinning(tmp_path, pin):
-    """Neither of new memory nor of memory that has to be pinned anew, as ``pin=`` is another."""
+    """Neither for new memory nor for memory that has to be pinned anew because ``pin=`` differs."""
     if pin != True:  # noqa: E712 - a string, too
         fastckpt.save_async(state_of(), tmp_path / "c").result(60)
     go_on = threading.Event()

@@ -45,14 +45,14 @@ BOTH = pytest.mark.parametrize("save_async", [fastckpt.save_async, distributed.s
 @BOTH
 def test_only_the_writing_threads_stand_back(tmp_path, save_async):
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    # Twice as slow as the wait below is long: the workers stay until the save is cancelled.
+    # The save takes twice as long as the wait below: the workers stay until it is cancelled.
     state = {"w": np.zeros(2 << 20)}
     pending = save_async(state, tmp_path / "c", io=fastckpt.IO(bandwidth_limit=140_000, threads=2, nice=11))
     deadline = time.monotonic() + 60
     try:
         while True:
             found = workers()
-            # A thread has its name before it has its niceness.
+            # A thread gets its name before its niceness.
             if list(found.values()) == [11] * 2:
                 break
             assert time.monotonic() < deadline, found
@@ -87,7 +87,7 @@ def children(children_with_torch):
 
 
 def threads_started(children, directory, **options):
-    """How many threads one asynchronous save starts to copy, to write, and for all else; they may not even overlap."""
+    """How many threads one asynchronous save starts to copy, to write, and for the rest; they need not overlap."""
     child = children.start("snapshot_of_floats", path=str(directory / "c"), count=8 << 20, **options)
     child.next()
     with strace.attached(child.pid, directory / "log", "clone,clone3,prctl") as trace:
@@ -106,8 +106,8 @@ def threads_started(children, directory, **options):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_threads_are_a_budget(children, tmp_path, lazy, strided):
-    # More are that of Python, which waits for the others, and those to which calls that hang would be left: that of the
-    # check at the call, and that of the save.
+    # The others are Python's, which waits for the rest, and those that hanging calls would keep: that of the check at
+    # the call, and that of the save.
     assert threads_started(children, tmp_path, threads=1, lazy=lazy, strided=strided) == {
         "copy": 1,
         "write": 1,
@@ -124,10 +124,10 @@ def test_threads_beyond_a_budget_are_noticed(children, tmp_path):
 
 
 def held(name, action):
-    """The longest that others could not run Python for the thread ``name`` while ``action`` ran, in seconds.
+    """The longest time in seconds for which the thread ``name`` kept others from running Python during ``action``.
 
     The interval at which threads ask for the GIL is set to minutes: so the one that ticks runs only when it is released
-    of free will. A gap counts as far as that thread was on a CPU in it, less the time that the ticking thread waited
+    voluntarily. A gap counts as far as that thread was on a CPU in it, minus the time that the ticking thread waited
     for a CPU: on a busy machine most gaps are the scheduler's.
     """
     longest = [0.0]
@@ -173,7 +173,7 @@ def held(name, action):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
-    """With 100,000 tensors whatever walks over them takes tens of milliseconds: none of it in the background."""
+    """With 100,000 tensors each walk over them takes tens of milliseconds: there is none in the background."""
     import torch
 
     count = 100_000
@@ -186,7 +186,7 @@ def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
     best = 1.0
     for _ in range(5):
         best = min(best, held("fastckpt-save", save))
-    # It is below 1 ms, and on a machine that is busy a little above.
+    # It is below 1 ms, and a little above on a busy machine.
     assert best < 0.005, best
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks make of their samples: medians, ratios, bars, tables, pictures. Nothing here is timed."""
+"""The results of the benchmarks' samples: medians, ratios, bars, tables, pictures. Nothing here is timed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_rate_is_held_against_the_raw_device_of_its_kind():
     assert ours["save"]["of_raw"] == 0.5
     assert ours["load"]["of_raw"] == 1.0
     assert ours["into"]["of_raw"] == 2.0
-    # A hot load has no device to be held against.
+    # A hot load has no device to compare with.
     assert ours["hot"]["of_raw"] is None
 
 
@@ -143,7 +143,7 @@ def test_hot_loads_are_held_against_those_that_do_the_same():
     assert copied.what == "hot: times the best peer (that copy; torch)"
     del results["fastckpt:mmap-only"]
     assert bars.hot_bars(results)[1].measured is None
-    # Where nobody maps there is nothing to be held against.
+    # Without a peer that maps there is no comparison.
     del results["safetensors"]
     assert len(bars.hot_bars(results)) == 1
 
@@ -182,7 +182,7 @@ def test_accounts_of_a_call():
     taken, result = measure.measure(lambda: np.ones(50_000_000, np.uint8), lambda array: array.nbytes)
     assert result.nbytes == 50_000_000
     assert taken.seconds > 0
-    # Ten huge pages at the very least, whatever the machine makes of huge pages.
+    # Ten huge pages at least, however the machine treats huge pages.
     assert taken.minor >= 10
     assert taken.extra is None or taken.extra < 25_000_000
     _, kept = measure.measure(lambda: None)
@@ -268,7 +268,7 @@ def test_states_are_the_same_each_time_and_of_their_size(kind):
     assert states.differences(state, blank) is None
     states.touch(blank, write=True)
     assert states.differences(state, blank) is None
-    # Half of random bits are set: nothing is left unfilled.
+    # Half of random bits are set: everything is filled.
     largest = max((states.as_bytes(leaf) for _, leaf in states.leaves(state) if hasattr(leaf, "nbytes")), key=len)
     assert 0.49 < np.unpackbits(largest).mean() < 0.51
 

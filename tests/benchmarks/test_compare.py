@@ -62,7 +62,7 @@ def test_compare_runs_every_contender(script):
             assert len(figures["samples"]) == 1
             assert figures["gigabytes_per_second"] > 0
             assert figures["cpu_seconds_per_gigabyte"] >= 0
-    # What is not there is told, with a reason, and what is not known is a dash.
+    # Missing contenders are listed, with a reason, and unknown values are dashes.
     assert one["results"].keys() | one["not_run"].keys() >= {"torch_checkpointing", "runai", "tensorizer", "deepspeed"}
     assert all(one["not_run"].values())
     assert printed.count("Not run: ") >= (1 if one["not_run"] else 0)
@@ -118,7 +118,7 @@ def test_compare_checks_small_states_and_counts_system_calls(tmp_path):
     done = subprocess.run(
         [*command, "--dir", tmp_path, "--json", out], capture_output=True, text=True, timeout=240, check=False
     )
-    # Without safetensors the bars are not measured, and what is not measured is not met.
+    # Without safetensors the bars are not measured, and so not met.
     assert done.returncode == 1, done.stderr
     assert "not measured" in done.stderr
     document = json.loads(out.read_text())

@@ -80,7 +80,7 @@ def run_and_kill(children: zygote.Zygote, out: Path, delay: float, *more: str) -
 
 @pytest.fixture(scope="module")
 def whole(children_with_torch: zygote.Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run, with synchronous saves: an asynchronous one must not change what is computed."""
+    """An undisturbed run, with synchronous saves: an asynchronous one must compute the same."""
     out = tmp_path_factory.mktemp("undisturbed") / "whole"
     run(children_with_torch, out)
     return out
@@ -106,7 +106,7 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
 
     found = losses(killed)
     assert set(found) == set(expected)
-    # Only what came after the checkpoint that was resumed from is computed again.
+    # Only the steps after the resumed checkpoint are computed again.
     assert found[-1][0] == STEPS
     assert len(found) < 2 * STEPS
 

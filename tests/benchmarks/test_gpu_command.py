@@ -1,4 +1,4 @@
-"""scripts/gpu survives its parts, and says which ran; benchmarks/gpu.py runs where there is no GPU."""
+"""scripts/gpu survives its parts, and lists those that ran; benchmarks/gpu.py runs where there is no GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gpu():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """What is installed here, as a wheel."""
+    """The installed package, as a wheel."""
     place = Path(fastckpt.__file__).parent
     file = tmp_path_factory.mktemp("wheel") / f"fastckpt_io-0.0.0-cp310-abi3-linux_{platform.machine()}.whl"
     with zipfile.ZipFile(file, "w") as archive:
@@ -149,7 +149,7 @@ def test_tests_and_benchmarks_run_and_are_in_the_reports(gpu, monkeypatch, tree,
 
 
 def test_a_benchmark_that_breaks_off_keeps_what_it_had_found(gpu, monkeypatch, tree, wheel):
-    """It is killed after it has written its figures, and the next one runs all the same."""
+    """It is killed after it has written its figures, and the next one still runs."""
     (tree / "benchmarks").unlink()
     (tree / "benchmarks").mkdir()
     (tree / "benchmarks" / "gpu.py").write_text(
@@ -172,7 +172,7 @@ def test_a_benchmark_that_breaks_off_keeps_what_it_had_found(gpu, monkeypatch, t
     for words in ("disk table", "tmpfs table", "last words of disk", "| disk | 1 | at least 2 | missed |"):
         assert words in text
     assert "last words of tmpfs" not in text
-    # Only a quick run forgives a missed bar, and nothing forgives what failed.
+    # Only a quick run passes with a missed bar, and no run with a failure.
     part = gpu.Part("benchmark", status="passed", result={"bars": [{"status": "missed"}]})
     tests = gpu.Part("tests: one", status="passed")
     assert (gpu.verdict([part, tests], quick=False), gpu.verdict([part, tests], quick=True)) == (1, 0)
@@ -196,7 +196,7 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
         assert time.monotonic() < deadline
         assert script.poll() is None
         time.sleep(0.05)
-    # Whoever is killed now has reported what had ended.
+    # A script that is killed now has reported the parts that ended.
     early = json.loads((out / "report.json").read_text())
     assert [(part["name"], part["status"]) for part in early["parts"]] == [("machine", "passed"), ("wheel", "passed")]
     script.terminate()
@@ -209,7 +209,7 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
 
 
 def test_the_size_of_a_state_follows_the_room(gpu, monkeypatch, tmp_path):
-    """What measures the memory's file system shrinks; what only writes somewhere goes to the disk."""
+    """A part that measures the memory's file system shrinks; one that only writes somewhere uses the disk."""
     places = {"memory": tmp_path / "memory", "disk": tmp_path / "disk"}
     rooms = {places["memory"]: 0.5, places["disk"]: 8.0}
     monkeypatch.setattr(gpu, "room", lambda place, _: rooms[place])
@@ -298,7 +298,7 @@ def test_a_part_that_fails_says_how_and_with_what_words(gpu):
 
 
 def test_a_part_that_hangs_is_ended_with_its_children_at_its_deadline(gpu, tmp_path):
-    """Neither of them listens to SIGTERM."""
+    """Both ignore SIGTERM."""
     child = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

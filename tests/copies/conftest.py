@@ -21,7 +21,7 @@ NUMBERS = 150_000
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[[str, float], str]:
-    """Save a checkpoint whose numbers all are one; return its path."""
+    """Save a checkpoint whose numbers are all equal; return its path."""
 
     def save(name: str, value: float) -> str:
         path = str(tmp_path / name)

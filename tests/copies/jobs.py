@@ -1,4 +1,4 @@
-"""What the children of the tests of copies do."""
+"""The jobs of children in the tests of copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def copy_held(channel: Channel, *, source: str, target: str) -> int:
-    """Say that it is ready, wait for the word, then copy: so that a tracer sees the copy alone.
+    """Report, wait for the command, then copy, so that a tracer sees only the copy.
 
     One thread brings one file after another, so that each call has its number.
     """

@@ -1,4 +1,4 @@
-"""A copy to a directory that is killed in front of any of its system calls: old or new, and the next one goes on."""
+"""A copy to a directory is killed before any of its system calls: old or new, and the next copy continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLS = "mkdirat,linkat,unlinkat,renameat,renameat2,rename,fsync,fdatasync"
 
 
 def attempt(children, log: Path, source: str, target: str, *inject: str) -> list[strace.Call]:
-    """Copy in a child, which may be killed; what it called."""
+    """Copy in a child, which may be killed; returns its calls."""
     child = children.start("copies.jobs:copy_held", source=source, target=target)
     assert child.next() == "ready"
     with strace.attached(child.pid, log, CALLS, *inject) as trace:
@@ -52,16 +52,16 @@ def test_killed_at_any_call_it_is_old_or_new_and_the_next_one_goes_on(children, 
             again = fastckpt.copy(source, target, overwrite=True)
             reused.add(0 if again.was_there else again.reused_bytes)
             assert value_at(target) == 1
-    # Nothing is left but what a copy that was killed right after its commit left, which the next save sweeps.
+    # Only a copy that was killed right after its commit leaves files, which the next save sweeps.
     fastckpt.save({}, tmp_path / "last")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "before", "c", "last", "log"]
-    # Some were killed with no shard whole, some with all three, and others as the threads had it.
+    # Some were killed with no shard whole, some with all three, and others in between.
     (size,) = {path.stat().st_size for path in Path(source).glob("*.safetensors")}
     assert {0, 3 * size} <= reused <= {0, size, 2 * size, 3 * size}
 
 
 def _check_order(calls: list[strace.Call], target: str) -> None:
-    """Each file is synced before it has its name, and all have one before the target changes."""
+    """Each file is synced before it gets its name, and all have names before the target changes."""
     place = re.compile(rf"{re.escape(str(Path(target).parent))}/\.b\.copy-[0-9a-f]{{16}}")
     named = [call for call in calls if call.name.startswith("rename") and call.ok and place.match(call.paths()[0])]
     named = [call for call in named if call.paths()[0].endswith(".part")]

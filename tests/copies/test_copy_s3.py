@@ -1,4 +1,4 @@
-"""``fastckpt.copy`` to a server of S3: sums, parts, and what is there when a copy is cut short."""
+"""``fastckpt.copy`` to a server of S3: sums, parts, and interrupted copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_copy_on_s3_has_the_sums_of_its_files(saved, s3, tmp_path):
         head = client.head_object(Bucket=BUCKET, Key=f"run/a/{folder}/{shard['file']}", ChecksumMode="ENABLED")
         assert head["ContentLength"] == shard["bytes"]
         assert head["Metadata"]["fastckpt-crc64"] == shard["crc"]
-        # What S3 has summed itself, where the server takes such sums.
+        # S3's own sum, if the server supports these sums.
         own = head.get("ChecksumCRC64NVME")
         assert own is None or base64.b64decode(own).hex() == shard["crc"]
     s3.forget()

@@ -38,7 +38,7 @@ _stores = itertools.count()
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A store of its own, and what is left in it at the end goes."""
+    """A separate store, which is emptied at the end."""
     store = f"memory://copies-{os.getpid()}-{next(_stores)}"
     yield f"{store}/run"
     objects = Objects.at("test", store)
@@ -50,17 +50,17 @@ def total(path: str) -> int:
 
 
 def folder_of(source: str) -> str:
-    """Where the files of a checkpoint lie below a URL."""
+    """The place of a checkpoint's files below a URL."""
     return own_checksum(Path(source, "fastckpt.json").read_bytes())
 
 
 def objects_of(source: str) -> list[str]:
-    """The objects that a copy of a checkpoint has."""
+    """The objects of a copy of a checkpoint."""
     return sorted(file if file == "fastckpt.json" else f"{folder_of(source)}/{file}" for file in FILES)
 
 
 def spoil(place: str, file: str) -> None:
-    """Change a byte of an object, whatever is noted of it."""
+    """Change a byte of an object without a change of its note."""
     objects = Objects.at("test", place)
     data = bytearray(objects.read_all(file, 1 << 30))
     data[100] ^= 1
@@ -165,7 +165,7 @@ class CutError(BaseException):
 
 
 class Steps:
-    """Counts what changes the store; ``look`` is called in front of each, and the one that is ``cut`` never comes."""
+    """Counts changes of the store; ``look`` is called before each, and the change number ``cut`` never happens."""
 
     def __init__(self, monkeypatch, cut: int | None, look) -> None:
         self.count = 0
@@ -186,7 +186,7 @@ class Steps:
 
 
 def visible(place: str) -> float | None:
-    """What a reader finds: nothing, or a checkpoint that is whole."""
+    """The finding of a reader: nothing, or a whole checkpoint."""
     try:
         fastckpt.open(place).close()
     except (FileNotFoundError, fastckpt.exceptions.NotACheckpointError):
@@ -214,7 +214,7 @@ def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved
                 ended = True
             except CutError:
                 pass
-        # Old, then new; and never nothing in between, nor a mixture, which `visible` would not take.
+        # Old, then new; never nothing in between, and never a mixture, which `visible` refuses.
         order = [2, 1] if over else [None, 1]
         assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
         there = {file for file, size in zip(SHARDS, sizes, strict=True) if _has(objects, file, source)}
@@ -260,7 +260,7 @@ def test_shares(saved, url, monkeypatch):
     first = copy_checkpoint([source], target, share=(0, 2))
     assert first.bytes == total(source) - other.bytes
     assert value_at(target) == 1
-    # The one that is there stays until all have brought theirs.
+    # The old checkpoint stays until all have brought their files.
     fresh = saved("c", 2)
     assert copy_checkpoint([fresh], target, share=(1, 2), overwrite=True).bytes == other.bytes
     assert value_at(target) == 1
@@ -281,7 +281,7 @@ def test_shards_of_the_one_before_go(saved, tmp_path, url):
 
 
 def test_several_files_are_sent_at_once(saved, url, monkeypatch):
-    """Mutant: one after another, so that a store that takes long to answer is waited for once for each file."""
+    """Mutant: the files in sequence, with one wait per file for a slow store."""
     real, all_of_them = Objects.write, threading.Barrier(len(SHARDS))
 
     def write(objects, name, *arguments):
@@ -312,13 +312,13 @@ def test_a_half_copy_is_removed_whatever_of_it_is_there(saved, url):
 
 
 class Turns:
-    """Two copies to one URL, of which one at a time takes one step that changes the store: which one is drawn."""
+    """Two copies to one URL take steps that change the store, one at a time, in a drawn order."""
 
     def __init__(self, patch: pytest.MonkeyPatch, draw: random.Random, look: Callable[[], None]) -> None:
         self._draw = draw
         self._look = look
         self._changed = threading.Condition()
-        #: Which copy a thread runs; its objects have the number, too.
+        #: The number of a thread's copy, which its objects also have.
         self._local = threading.local()
         self._waits: set[int] = set()
         self._goes: set[int] = set()
@@ -346,7 +346,7 @@ class Turns:
         return call
 
     def run(self, copies: list[Callable[[], object]]) -> list[Exception | None]:
-        """Run all to their ends; what each raised."""
+        """Run all to their ends; returns the exception of each."""
         raised: list[Exception | None] = [None] * len(copies)
 
         def work(number: int) -> None:
@@ -401,12 +401,12 @@ def test_of_two_copies_at_once_to_one_url_one_wins_whole(saved, url, monkeypatch
         )
     assert all(isinstance(error, OSError) and error.errno == errno.EBUSY for error in raised if error is not None)
     assert None in raised
-    # The old one, and then one of the two, or one after the other.
+    # The old one, and then one of the two, or both in sequence.
     assert set(seen) <= {3, *sources}
     assert seen[0] == 3
     won = seen[-1]
     assert won in [value for value, error in zip(sources, raised, strict=True) if error is None]
-    # What the other one has left goes when the next one looks.
+    # The next copy removes the leftovers of the other.
     copy_checkpoint([sources[won]], target)
     assert sorted(Objects.at("test", target).sizes()) == objects_of(sources[won])
     assert value_at(target) == won
@@ -469,7 +469,7 @@ def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
 
 
 def test_what_another_tool_has_brought_is_replaced_and_what_is_not_ours_stays(saved, url):
-    """Mutants: shards right below the URL stay; all that is there goes; a folder of somebody else's goes."""
+    """Mutants: shards right below the URL stay; all that is there goes; a foreign folder goes."""
     plain, source, target = saved("a", 1), saved("c", 2), f"{url}/b"
     objects = Objects.at("test", target)
     for file in FILES:
@@ -641,7 +641,7 @@ def test_a_limit_is_kept(saved, tmp_path):
 
 
 class Gathering:
-    """The core's, with a call in front of some of its methods."""
+    """The core's gathering, with a call before some of its methods."""
 
     def __init__(self, real, before):
         self._real = real
@@ -659,7 +659,7 @@ class Gathering:
 
 
 def wrap(monkeypatch, **before):
-    """Have these called in front of the methods of the gatherings to be made, each until it is dropped."""
+    """Have these called before methods of future gatherings, each until it is dropped."""
     real = directory._core.Gathering
     core = type("Core", (), {"Gathering": staticmethod(lambda *arguments: Gathering(real(*arguments), before))})
     monkeypatch.setattr(directory, "_core", core)
@@ -692,7 +692,7 @@ def test_a_copy_that_is_stopped_keeps_what_is_whole_and_the_next_one_goes_on(sav
     whole = [file for file in SHARDS if (tmp_path / left.name / file).exists()]
     assert len(whole) >= 2
     assert not [file for file in names(tmp_path / left.name) if file.endswith(".part")]
-    # Neither a save nor the copy of another checkpoint touches it.
+    # Neither a save nor the copy of another checkpoint changes it.
     saved("c", 2)
     with pytest.raises(CancelledError):
         copy_checkpoint([str(tmp_path / "c")], target, stop=lambda: True)
@@ -749,7 +749,7 @@ def test_a_copy_that_cannot_be_made_durable_is_no_success(saved, tmp_path, monke
     with pytest.raises(OSError, match=re.escape(os.strerror(errno.EIO))):
         copy_checkpoint([source], target)
     before.clear()
-    # The next one finds all of it, and says so when it is durable. Mutant: it is not synced.
+    # The next copy finds everything, and returns once it is durable. Mutant: it is not synced.
     failing = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(directory, "sync", mock.Mock(side_effect=failing))
@@ -797,7 +797,7 @@ def test_the_first_waits_for_the_others_and_not_for_ever(saved, tmp_path, monkey
 
     def counted(*_):
         held.append(1)
-        # Once before its own files, then again and again.
+        # Once before its own files, then repeatedly.
         if len(held) == 3:
             waits.set()
 

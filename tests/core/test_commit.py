@@ -33,10 +33,10 @@ from harness.states import numbered, same, which
 ENGINES = ["uring", "threads", "buffered"]
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
 SMALL = 1 << 18
-# Several shards, so that one may be old and another new: the mixture that must never be.
+# Several shards, so that a mixture of old and new, which must never exist, is possible.
 SHARDS = {"nbytes": 3 << 20, "shard_size": 1 << 20}
 FILES = fastckpt.Files(shard_size=SHARDS["shard_size"])
-# The same, and a tensor beside the model: so the directory inside is made, too.
+# The same with a tensor beside the model, so that the inner directory is also made.
 GROUPS = {**SHARDS, "constant": SMALL}
 RENAMES = ("rename", "renameat", "renameat2")
 SYNCS = ("fsync", "fdatasync")
@@ -44,14 +44,14 @@ SYNCS = ("fsync", "fdatasync")
 
 @pytest.fixture
 def parent(tmp_path):
-    """The directory in which the checkpoint lies, with nothing else in it; traces go elsewhere."""
+    """The parent directory of the checkpoint, with nothing else in it; traces go elsewhere."""
     directory = tmp_path / "parent"
     directory.mkdir()
     return directory
 
 
 def whole(path, nbytes):
-    """Which state lies at a path, read by fastckpt and, independently, by the oracle."""
+    """The index of the state at a path, read by fastckpt and, independently, by the oracle."""
     index = which(fastckpt.load(path, io="threads"), nbytes)
     report = fastckpt.verify(path)
     assert report.ok, str(report)
@@ -98,7 +98,7 @@ def check_order(calls, path, *, exchanged, files=()):
     for shard in shards:
         assert synced(shard), f"never synced: {shard}"
         shard_syncs.append(synced(shard)[-1])
-        # Nothing may touch a shard between its sync and the commit; an open ring cannot hide here, as the file is
+        # Nothing may touch a shard between its sync and the commit; an open ring cannot hide here, because the file is
         # closed or idle.
         later = [
             call
@@ -167,7 +167,7 @@ def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, e
 
 
 def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_path):
-    """Mutants: no sync of what holds a new directory; only the lowest one synced; no sync of an empty one's name."""
+    """Mutants: no sync of a new directory's parent; only the lowest one synced; no sync of an empty one's name."""
     path = parent / "a" / "b" / "step"
     end, calls = traced_save(children, path, tmp_path / "log", index=1, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
@@ -186,7 +186,7 @@ def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_pat
             and call.end < commit.start
         ]
         assert synced, f"{made} may not survive a power cut"
-    # A save that was killed may have made the empty directory in which this one begins.
+    # A killed save may have made the empty directory in which this one begins.
     first = next(call.start for call in calls if call.name.startswith("mkdir") and call.paths() == [str(parent / "a")])
     above = [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [str(parent.parent)]]
     assert [call.end < first for call in above] == [True]
@@ -217,7 +217,7 @@ def test_a_directory_above_that_cannot_be_read_hinders_no_save(children):
 
 
 def test_parents_that_others_make_at_the_same_time(children, parent):
-    """Mutant: a directory that somebody else has just made is an error."""
+    """Mutant: a directory that another process has just made is an error."""
     for turn in range(10):
         savers = [
             children.start("save_held", path=str(parent / f"{turn}" / "a" / "b" / str(rank)), index=rank, nbytes=SMALL)
@@ -251,7 +251,7 @@ def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call, 
 
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
 def test_a_workspace_that_another_machine_sweeps_as_it_is_made_is_made_again(children, parent, tmp_path, error):
-    """Mutant: only a directory that is already there is made under another name."""
+    """Mutant: only an existing directory is made under another name."""
     child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
     child.next()
     fault = strace.injection("mkdirat", f"error={errno.errorcode[error]}", 1)
@@ -271,7 +271,7 @@ FIRST_KILLS, OVERWRITE_KILLS = 20, 26  # each over three engines: 138 in all
 
 
 def kill_in_save(child, log, seconds):
-    """Kill a child some time after it has begun to save; with None, in front of its commit, whatever the time."""
+    """Kill a child some time after the start of its save; with None, before its commit."""
     if seconds is None:
         with strace.stopping(child.pid, log, "renameat2") as stop:
             child.go()
@@ -287,7 +287,7 @@ def kill_in_save(child, log, seconds):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kill_during_a_first_save(children, parent, tmp_path, engine):
-    """Mutants: the final name made early; a leftover that nobody sweeps; a lock that outlives its holder."""
+    """Mutants: the final name made early; a leftover that is never swept; a lock that outlives its holder."""
     dice = random.Random(f"{SEED} first {engine}")
     path = parent / "step"
     seconds = 0.02
@@ -330,13 +330,13 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
         done = [index for kind, index in child.drain() if kind == "done"]
         acknowledged = max([acknowledged, *done])
         index = whole(path, SHARDS["nbytes"])
-        # What was acknowledged is there; at most the one that was being written came after it.
+        # The acknowledged state is there, or the next one, which was being written.
         assert index in (acknowledged, acknowledged + 1), (index, acknowledged)
         survived["old" if index == acknowledged else "new"] += 1
         acknowledged = index
         assert (path / "config.json").read_text() == '{"kept": true}'
         if trial % 2:
-            # Every second time the next saver is the next child, that finds what two kills have left.
+            # Every second time the next saver is the next child, which finds the leftovers of two kills.
             acknowledged += 1
             fastckpt.save(numbered(acknowledged, SHARDS["nbytes"]), path, io=engine, files=FILES)
             assert manifest.listing(parent) == ["step"]
@@ -382,7 +382,7 @@ def kill_at(children, path, log, call, when, index, **options):
 
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_kill_at_every_system_call(children, parent, tmp_path, engine):
-    """What random moments miss: the instant between two calls. Each k, or every second, until a save outlives it."""
+    """Kills between any two calls, which random moments miss: each k, or every second, until a save outlives k."""
     path = parent / "step"
     options = {"io": engine, "threads": 1, "shard_size": SMALL // 2}
     index = 0
@@ -396,7 +396,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
             assert found in ((index - 1, index) if killed else (index,)), (call, when, found, index)
             index = found
             if not killed:
-                # This save outlived its k, so it was also the next save: what the killed ones left must be gone.
+                # This save outlived its k, so it was also the next save: the leftovers of the killed ones must be gone.
                 assert manifest.listing(parent) == ["step"], (call, when)
                 break
             kills[call] = kills.get(call, 0) + 1
@@ -404,7 +404,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
     assert {"openat", "fsync", "fdatasync", "renameat2"} <= kills.keys(), kills
     assert {"unlink", "unlinkat"} & kills.keys(), kills
     print(f"{engine}: kills at system calls: {sum(kills.values())}: {kills}")
-    # And a first save, where there is no old one to fall back to.
+    # A first save, without an old checkpoint.
     path = parent / "fresh"
     first_kills = 0
     for call in ("openat", "fdatasync", "fsync", "renameat2"):
@@ -422,7 +422,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
 
 
 def test_kill_during_a_removal_at_every_system_call(children, parent, tmp_path):
-    """What has the name is whole, with what ``files=`` put there; what has lost it is swept by the next save."""
+    """The checkpoint at the name is whole, with its ``files=``; the next save sweeps the one that lost the name."""
     path = parent / "step"
     more = {"config.json": b"{}", "tokenizer.json": b"{}"}
     kills, named = {}, set()
@@ -510,7 +510,7 @@ def test_kill_with_files_at_every_system_call(children, parent, tmp_path):
             if found == index:
                 notes[f"note-{index % 2}"] = str(index)
             index = found
-            # What was given and what was carried over, as of the save that the tensors are of.
+            # Given and carried-over files belong to the save of the tensors.
             assert (path / "config.json").read_text() == files(index)["config.json"], (call, when)
             assert {name: (path / name).read_text() for name in notes} == notes, (call, when)
             if not killed:
@@ -543,7 +543,7 @@ FAULTS = [
 
 
 def faulted_save(children, path, log, inject, **options):
-    """A save under injected faults: how it ended, its calls, and whether the fault really came."""
+    """A save under injected faults: its end, its calls, and whether the fault really happened."""
     end, calls = traced_save(
         children, path, log, nbytes=SMALL, threads=1, shard_size=SMALL // 2, inject=[inject], **options
     )
@@ -552,7 +552,7 @@ def faulted_save(children, path, log, inject, **options):
 
 @pytest.mark.parametrize(("engine", "error"), [("uring", "ENOSPC"), ("threads", "EIO")])
 def test_every_system_call_failing_once(children, parent, tmp_path, engine, error):
-    """Mutants: a result that nobody looks at; an fsync tried again; cleaning up that cleans the wrong thing."""
+    """Mutants: an ignored result; a repeated fsync; a clean-up of the wrong directory."""
     path = parent / "step"
     index = 0
     fastckpt.save(numbered(index, SMALL), path, io=engine)
@@ -567,7 +567,7 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
             found = whole(path, SMALL)
             assert (path / "config.json").read_text() == "{}", where
             commits = [c for c in calls if c.name in RENAMES and c.ok and c.paths()[1:] == [str(path)]]
-            # What was displaced and cannot be looked at is given back, by a second exchange.
+            # A displaced directory that cannot be read gets its name back, by a second exchange.
             commit = commits[0] if len(commits) % 2 else None
             if isinstance(end, zygote.Raised):
                 assert injected, f"{where}: failed without a fault: {end}"
@@ -582,7 +582,7 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
                 else:
                     assert found == index, where
             else:
-                # It succeeded in spite of the fault, or the fault never came.
+                # It succeeded despite the fault, or the fault never happened.
                 assert found == index, f"{where}: reported as saved, and is not there"
                 for fatal in injected:
                     shard_or_manifest = any(".tmp-" in named for named in fatal.fd_paths())
@@ -614,7 +614,7 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
     ],
 )
 def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error):
-    """A file system without fallocate, a signal: not the caller's affair.
+    """A file system without fallocate, a signal: these do not concern the caller.
     A ring that is busy is asked again (and does not hang)."""
     engine = "uring" if call.startswith("io_uring") else "threads"
     for number, when in enumerate(("1", "2", "1..3"), start=1):
@@ -634,7 +634,7 @@ def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error
 
 @pytest.mark.parametrize("error", ["EINVAL", "ENOSYS"])
 def test_without_flags_of_rename(children, parent, tmp_path, error):
-    """NFS, Lustre and FUSE know no RENAME_EXCHANGE: plain renames, and the same result."""
+    """NFS, Lustre and FUSE lack RENAME_EXCHANGE: plain renames, with the same result."""
     path = parent / "step"
     inject = strace.injection("renameat2", f"error={error}", "1+")
     for index in (1, 2, 3):
@@ -666,7 +666,7 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
     (path / "config.json").write_text("{}")
     gaps = 0
     for call, when in (
-        # To sweep and to carry a file over takes renames, too.
+        # A sweep and a carry-over also need renames.
         *itertools.product(("rename", "renameat"), range(1, 9)),
         *((name, when) for name in ("fsync", "unlinkat") for when in range(1, 5)),
     ):
@@ -697,7 +697,7 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
 
 @pytest.mark.parametrize("error", ["EACCES", "ENOLCK", "ENOSYS"])
 def test_without_locks(children, parent, tmp_path, error):
-    """A file system that has none, or a security module that forbids them: nobody relies on them there."""
+    """A file system without locks, or a security module that forbids them: nothing relies on them there."""
     inject = [strace.injection("fcntl", f"error={error}", "1+")]
     log = tmp_path / "log"
     child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL)
@@ -729,7 +729,7 @@ def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_who_replaces_a_rival_is_told(parent, caplog, existing):
-    """Ranks that all save to one path: the last one wins, and its report and the log say whose checkpoint went."""
+    """Ranks that all save to one path: the last one wins, and its report and the log show the replaced checkpoint."""
     path = parent / "step"
     if existing:
         fastckpt.save(numbered(1, SMALL), path)
@@ -747,7 +747,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
         return copy
 
     with points.replaced(points.COPY_OUT, late):
-        # Strided, and so copied by that function.
+        # Strided, and therefore copied by that function.
         report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
     assert [re.search("another save to this path", warning) is not None for warning in report.warnings] == [True]
     told = [record for record in caplog.records if "another save to this path" in record.message]
@@ -759,7 +759,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_two_savers_on_one_path(children, parent, existing):
-    """One whole winner, a clear error for the other if any, and no sweeping of a living rival's work."""
+    """One whole winner, a clear error for the other if any, and no sweep of a living rival's work."""
     path = parent / "step"
     nbytes = 1 << 19
     if existing:
@@ -782,7 +782,7 @@ def test_two_savers_on_one_path(children, parent, existing):
     for rival in rivals:
         rival.go()
     seen = {"whole": 0, "changed under us": 0}
-    # As long as they save, and once more: by then there is a whole one.
+    # As long as they save, and once more: by then there is a whole checkpoint.
     while not (seen["whole"] and all(rival.ended() for rival in rivals)):
         over = all(rival.ended() for rival in rivals)
         try:
@@ -853,15 +853,15 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
         os.kill(DEAD, 0)
     swept = [
         leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd"),
-        # A process has its number, as the first of a container that was restarted, but was started later.
+        # Another process has its number, like the first one of a restarted container, but was started later.
         leave(parent, f".step.tmp-{HERE}-1-{int(START) + 1}-0123abcd"),
         # Another checkpoint's, of the same parent.
         leave(parent, f".other.tmp-{HERE}-{DEAD}-7-0123abcd"),
-        # Names of hosts prove nothing: a container of this machine that had another one.
+        # Host names prove nothing: a container of this machine had another one.
         leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-7-0123abcd"),
         # Of a PID namespace that cannot be looked into: the lock is the proof.
         leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"),
-        # The process of that number, started then, lives, and has become another program: nobody holds the lock.
+        # The process of that number and start lives, but has become another program: the lock is free.
         leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
         # Garbage needs no proof, whoever made it.
         leave(parent, ".step.del-elsewhere-0000000000000001-1-1-1-0123abcd"),
@@ -876,7 +876,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
     (foreign / manifest.NAME).unlink()
     kept = [
         living,
-        # Somebody's own, which a save that was killed had displaced.
+        # A foreign directory, which a killed save had displaced.
         foreign,
         same,
         # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
@@ -898,7 +898,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
     assert [directory.name for directory in kept if not (directory / "model.safetensors").exists()] == []
     assert (outside / "model.safetensors").read_bytes() == b"half"
     assert file.read_text() == "a file, so not ours"
-    # The living one has died since.
+    # The living process has died since.
     fastckpt.save(numbered(2, SMALL), parent / "step")
     assert not living.exists()
 
@@ -940,7 +940,7 @@ def test_a_link_leads_to_what_was_taken_aside(parent):
 
 
 def test_what_was_replaced_does_not_come_back(parent):
-    """Its saver died before it could remove it; somebody removes the one that replaced it."""
+    """Its saver died before it could remove it; then the replacing checkpoint is removed."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
@@ -966,7 +966,7 @@ def test_name_as_long_as_the_file_system_takes(parent):
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
 def test_modes_follow_the_umask(children, parent, umask):
-    """Mutant: 0600 as temporary files have it (safetensors#782): then nobody else can read the model."""
+    """Mutant: 0600 like temporary files (safetensors#782): then no other user can read the model."""
     for index in (1, 2):  # the second time over the first
         found = children.run("modes", path=str(parent / "step"), umask=umask, index=index)
         assert not isinstance(found, zygote.Raised), found
@@ -993,7 +993,7 @@ def test_group_of_a_setgid_directory_is_inherited(children, parent):
 
 
 def test_saving_over_the_source_of_the_state(parent):
-    """safetensors#762 wrote zeros: the file was cut while the state was still mapped from it."""
+    """safetensors#762 wrote zeros: the file was truncated while the state was still mapped from it."""
     path = parent / "step"
     state = numbered(1)
     fastckpt.save(state, path)
@@ -1006,7 +1006,7 @@ def test_saving_over_the_source_of_the_state(parent):
 
 
 def test_open_reader_of_a_replaced_checkpoint(parent):
-    """What is open stays; where a file system takes it away all the same, the error says what happened, not
+    """Open files stay; if a file system still removes them, the error describes what happened, not
     "corrupt"."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path, files=fastckpt.Files(shard_size=SMALL // 2))
@@ -1089,7 +1089,7 @@ def test_overwrites_nothing_but_checkpoints(parent, kind):
 
 
 def test_directory_that_loses_nothing_is_filled(parent):
-    """os.makedirs(path, exist_ok=True) before a save, and a config.json laid there first."""
+    """os.makedirs(path, exist_ok=True) before a save, and a config.json written there first."""
     path = parent / "step"
     path.mkdir(mode=0o700)
     fastckpt.save(numbered(1, SMALL), path, overwrite=False)
@@ -1119,9 +1119,9 @@ def test_overwrite_refused_by_the_caller(parent):
 
 @pytest.mark.parametrize("call", ["fdatasync", "renameat"])
 def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path, call):
-    """overwrite=False looks before it writes; the rename replaces nothing but an empty directory."""
+    """overwrite=False checks before it writes; the rename replaces only an empty directory."""
     path = parent / "step"
-    # Without counters, whose page is put in place by a rename of its own.
+    # Without counters, whose page needs a separate rename.
     options = {"index": 1, "nbytes": SMALL, "overwrite": False, "env": {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(path), **options)
     child.next()
@@ -1140,7 +1140,7 @@ def test_target_that_appears_during_the_save_is_not_overwritten(children, parent
 @pytest.mark.parametrize("existing", [False, True])
 @pytest.mark.parametrize("call", ["fdatasync", "renames"])
 def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_path, call, existing):
-    """A cleaning job that takes `.*.tmp-*` for rubbish: an error, and no waiting for what never comes back."""
+    """A cleaning job that removes `.*.tmp-*`: an error, and no wait for files that never come back."""
     path = parent / "step"
     if existing:
         fastckpt.save(numbered(1, SMALL), path)
@@ -1151,7 +1151,7 @@ def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_p
     with strace.stopping(child.pid, tmp_path / "log", call) as stop:
         child.go()
         stop.wait()
-        # It stands there once the file is there, and filled, that the save makes just before.
+        # It is stopped there once the previous file exists and is filled.
         latest = "model.safetensors" if call == "fdatasync" else manifest.NAME
         (found,) = parent.glob(f".step.tmp-*/{latest}")
         assert found.stat().st_size
@@ -1179,7 +1179,7 @@ def test_other_files_are_carried_over(parent):
         assert (path / "README.md").read_text() == "# mine"
         assert stat.S_IMODE((path / "README.md").stat().st_mode) == 0o640
         assert (path / ".hidden").read_bytes() == b"\x00" * 5000
-        # The shards of the old one are ours, and go.
+        # The shards of the old one are ours, and are removed.
         ours = [manifest.NAME, "model.safetensors", "model.safetensors.index.json"]
         assert sorted(os.listdir(path)) == [".hidden", "README.md", "config.json", *ours]
 
@@ -1224,7 +1224,7 @@ def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, c
 
 
 def test_interrupt_at_any_moment(children, parent, tmp_path):
-    """Whole old or whole new, KeyboardInterrupt unless the save was over, and never litter:
+    """Whole old or whole new, KeyboardInterrupt unless the save had ended, and never leftovers:
     there was time to clean up."""
     dice = random.Random(f"{SEED} interrupt")
     path = parent / "step"
@@ -1263,7 +1263,7 @@ def test_interrupt_at_any_moment(children, parent, tmp_path):
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["xfs", "btrfs", "overlay", "tmpfs"])
 def test_kills_on_other_file_systems(children, kind):
-    """The exchange of names, locks on directories and sweeping, on file systems that do them in their own ways."""
+    """The exchange of names, locks on directories and sweeps, on file systems with special behaviour."""
     dice = random.Random(f"{SEED} {kind}")
     with mounts.mount(kind) as point:
         path = point / "step"

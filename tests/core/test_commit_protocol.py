@@ -1,5 +1,5 @@
-"""What a commit may do and what proves it (docs/format.md, 6), on one machine: a saver stands still in front of a
-chosen system call while somebody else does something. See test_nfs.py and test_fuse.py for two machines."""
+"""The rules of a commit (docs/format.md, 6), on one machine: a saver is stopped before a
+chosen system call while another process acts. See test_nfs.py and test_fuse.py for two machines."""
 
 # ruff: noqa: PTH208 - names as the kernel has them
 
@@ -23,13 +23,13 @@ from harness import machines, manifest, mounts, needs, strace, two_machines, zyg
 from harness.jobs import SMALL
 from harness.states import numbered, which
 
-# Of ext4 and XFS alike: as if the disk had gone. What is in the log and not on the disk is lost with 2 (NOLOGFLUSH).
+# On ext4 and XFS: as if the disk were gone. With 2 (NOLOGFLUSH), the unwritten log is lost.
 GOING_DOWN, WITHOUT_LOG = 0x8004587D, 2
 
 
 @pytest.fixture(scope="module")
 def children():
-    # The monitor's counters would add calls to those that savers are stopped at.
+    # The monitor's counters would add calls to those at which savers are stopped.
     with zygote.running(env={"FASTCKPT_TOP": "0"}) as running:
         yield running
 
@@ -45,7 +45,7 @@ def there(path):
     return which(fastckpt.load(path), SMALL)
 
 
-# --- a success that is none -------------------------------------------------------------------------------------------
+# --- a false success --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.root
@@ -70,14 +70,14 @@ def test_file_system_that_shuts_down_before_the_parent_is_synced(children, tmp_p
 
 @pytest.mark.root
 def test_power_cut_between_two_shards_on_btrfs(children, tmp_path):
-    """A sync there makes one file and its name durable, and not what was made before it. What is left must be seen for
-    what it is, a workspace, and the next save removes it."""
+    """A sync there makes one file and its name durable, and not earlier ones. The leftovers must be recognised as
+    a workspace, and the next save removes it."""
     image = tmp_path / "image"
     with mounts.mount("btrfs") as point:
         options = {"shard_size": SMALL // 2, "io": "threads"}
         path = point / "step"
         with machines.stopped_save(children, path, tmp_path / "log", "fdatasync", 2, **options) as child:
-            # Sparse, as it is: the holes would be 160 MB to write out, in front of what every other test syncs.
+            # Sparse, because the holes would be 160 MB of writes before the syncs of other tests.
             subprocess.run(["cp", "--sparse=always", point.parent / "image", image], check=True)
             child.signal(signal.SIGKILL)
         child.wait()
@@ -106,7 +106,7 @@ def test_process_that_becomes_another_program(parent):
         try:
             name = Path(f"/proc/{child.pid}/comm")
             machines.wait_until(lambda: name.read_text() == "sleep\n")
-            # The kernel gives the process its new name before it lets go of the lock.
+            # The kernel gives the process its new name before it releases the lock.
             machines.wait_until(lambda: [one.state for one in fastckpt.clean(parent)] == ["dead"])
             fastckpt.save(numbered(1, SMALL), parent / "other")
             assert manifest.listing(parent) == ["other"]
@@ -120,7 +120,7 @@ def test_process_that_becomes_another_program(parent):
 
 @pytest.mark.parametrize("call", ["renameat2", "linkat"])
 def test_file_laid_into_a_rivals_checkpoint(children, parent, tmp_path, call):
-    """Between a saver's look at the old one, or its list of files, and its rename a rival commits."""
+    """A rival commits between a saver's look at the old checkpoint, or its list of files, and its rename."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     (path / "config.json").write_text("mine")
@@ -136,10 +136,10 @@ def test_file_laid_into_a_rivals_checkpoint(children, parent, tmp_path, call):
 
 @pytest.mark.parametrize("flags", [True, False], ids=["exchange", "two renames"])
 def test_directory_of_somebody_that_takes_the_name(children, parent, tmp_path, flags):
-    """Between the look and the rename; it is not a checkpoint, and its only copy stays."""
+    """A directory appears between look and rename; it is not a checkpoint, and its only copy stays."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
-    # Without flags the first exchange is refused, and the second call is the one that is held.
+    # Without flags the first exchange is refused, and the second call is held.
     refused = () if flags else (strace.injection("renameat2", "error=EINVAL", "1"),)
     call = ("renameat2", 1) if flags else ("renameat", 1)
     with machines.stopped_save(children, path, tmp_path / "log", *call, *refused, index=2) as child:
@@ -160,7 +160,7 @@ def test_what_takes_the_name_meanwhile(children, parent, tmp_path, scenario):
 
 
 def test_overwrite_keeps_the_mode(parent):
-    """Whoever has closed a checkpoint does not find it open after the next save."""
+    """A checkpoint with closed permissions is not open to others after the next save."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.chmod(0o700)
@@ -170,7 +170,7 @@ def test_overwrite_keeps_the_mode(parent):
 
 
 def test_mode_is_kept_while_it_is_written(children, parent, tmp_path):
-    """Not only when it is done: the workspace holds the same bytes."""
+    """Even before the end: the workspace holds the same bytes."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.chmod(0o700)
@@ -183,7 +183,7 @@ def test_mode_is_kept_while_it_is_written(children, parent, tmp_path):
 
 
 def test_directories_that_cannot_be_synced(children, parent, tmp_path):
-    """vboxsf, 9p and old CIFS say EINVAL for a directory: the save succeeds, and its report says so."""
+    """vboxsf, 9p and old CIFS return EINVAL for a directory: the save succeeds, and its report shows it."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, threads=1)
@@ -218,7 +218,7 @@ def test_directories_that_cannot_be_synced(children, parent, tmp_path):
 
 @pytest.mark.root
 def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
-    """Such a directory cannot be renamed: either it is replaced all the same, or the error says what helps."""
+    """A directory of a lower layer cannot be renamed: either it is still replaced, or the error has the remedy."""
     needs.root()
     for part in ("upper", "work", "merged"):
         (tmp_path / "layers" / part).mkdir(parents=True)
@@ -248,7 +248,7 @@ def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
 @pytest.mark.root
 @pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
 def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_path, pids):
-    """A container has a host name of its own, and processes that this one cannot see; the kernel is the same."""
+    """A container has its own host name, and processes that this one cannot see; the kernel is the same."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     for host in ("trainer-a", "trainer-b"):
@@ -267,7 +267,7 @@ def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_pa
 @pytest.mark.parametrize("host", ["trainer", None], ids=["equal names", "other name"])
 @pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
 def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, host, pids):
-    """It stands still, and nobody takes its work away: neither this machine nor a container of the same name."""
+    """It is stopped, and its work is not removed: neither by this machine nor by a container of the same name."""
     path = parent / "step"
     with (
         machines.machine(tmp_path, "trainer", boot=False, pids=pids) as container,
@@ -285,7 +285,7 @@ def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, hos
 
 @pytest.mark.root
 def test_saver_of_a_container_that_has_not_locked_its_manifest(children, parent, tmp_path):
-    """It looks dead from outside. What it finds gone it makes again."""
+    """It looks dead from outside. It makes removed files again."""
     with machines.machine(tmp_path, "trainer", boot=False) as container:
         two_machines.swept_before_its_lock((container, parent), (children, parent), tmp_path)
 
@@ -298,7 +298,7 @@ def without_exchange():
 
 
 def test_old_one_does_not_come_back_when_the_user_removes_the_new_one(children, parent, tmp_path):
-    """A saver dies while it removes what it has replaced; then the checkpoint is removed, and nothing comes back."""
+    """A saver dies while it removes the replaced checkpoint; then the new one is removed, and nothing comes back."""
     path = parent / "step"
     committed = 0
     for when in range(1, 10):
@@ -330,7 +330,7 @@ def test_reader_overtaken_at_any_open(children, parent, tmp_path):
 
 
 def test_load_that_is_overtaken_again_and_again(children, parent, tmp_path):
-    """A count of turns is no measure: the reader gives up after a time, not after twenty saves."""
+    """The reader gives up after a time, not after a number of saves."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     turns, index, stops = 25, 0, 0
@@ -341,7 +341,7 @@ def test_load_that_is_overtaken_again_and_again(children, parent, tmp_path):
     def logged(text):
         return log.read_text(encoding="utf-8", errors="replace").count(text)
 
-    # It stops after each open, that of the manifest among them, and by its next one there is another checkpoint.
+    # It stops after each open, including the manifest's, and by its next open there is another checkpoint.
     with strace.attached(reader.pid, log, "openat2", strace.injection("openat2", "signal=SIGSTOP", "1+")):
         reader.go()
         while logged('"model.safetensors"') < turns:

@@ -1,4 +1,4 @@
-"""Where io_uring or direct I/O is refused, everything still works, and everyone is told (DESIGN.md section 5).
+"""If io_uring or direct I/O is refused, everything still works, and the fallback is reported (DESIGN.md section 5).
 
 The refusals are real: seccomp filters, resource limits of an ordinary user, file systems without O_DIRECT.
 """
@@ -19,7 +19,7 @@ from harness import manifest, mounts, needs, strace, zygote
 ENGINES = ["uring", "threads", "buffered"]
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the message must say: the cause, and what the user can do about it.
+# The required parts of the message: the cause and the remedy.
 CAUSES = {
     "EPERM": (errno.EPERM, r"(?i)io_uring.*(EPERM|not permitted)", r"(?i)seccomp"),
     "ENOSYS": (errno.ENOSYS, r"(?i)io_uring.*(ENOSYS|not implemented)", r"(?i)seccomp|kernel"),
@@ -34,7 +34,7 @@ def outcome(children, **arguments):
 
 
 def test_without_any_refusal_the_ring_runs(children, tmp_path):
-    """The control: if this machine fell back by itself, the tests below would prove nothing."""
+    """The control: if this machine always fell back, the tests below would prove nothing."""
     needs.ring()
     result = outcome(children, directory=str(tmp_path))
     assert result["ring"] == 0
@@ -63,11 +63,11 @@ def test_ring_refused(children, cause):
         assert report["engine"] == "threads"
         assert re.search(why, report["fallback"]), report["fallback"]
         assert re.search(remedy, report["fallback"]), report["fallback"]
-    # Once a process, not once a save, a load or a thread.
+    # Once per process, not once per save, load or thread.
     assert len(result["warnings"]) == 1, result["warnings"]
     assert re.search(why, result["warnings"][0])
     assert re.search(remedy, result["warnings"][0])
-    # Whoever reads the checkpoint later can tell as well.
+    # The manifest also shows it to later readers.
     assert recorded["engine"] == "threads"
     assert re.search(why, recorded["fallback"])
 
@@ -91,7 +91,7 @@ def test_engine_chosen_by_hand(children, tmp_path, engine, how):
 
 
 def test_the_engine_reported_is_the_engine_that_ran(children, tmp_path):
-    """The report is not taken at its word: io_uring_enter is seen by strace, or it is not."""
+    """The report is verified: strace sees io_uring_enter, or does not."""
     needs.ring()
     for engine in ENGINES:
         child = children.start("save_held", path=str(tmp_path / engine), index=1, io=engine)
@@ -134,7 +134,7 @@ def test_unknown_engine_is_refused_by_name(children, tmp_path, how):
 
 
 def test_a_refused_statx_does_not_refuse_direct(children, tmp_path):
-    """Older profiles of containers refuse statx, which tells the alignment of direct I/O where it is there."""
+    """Older profiles of containers refuse statx, which otherwise reports the alignment of direct I/O."""
     plain, filtered = (tmp_path / name for name in ("plain", "filtered"))
     plain.mkdir()
     filtered.mkdir()
@@ -172,19 +172,19 @@ def test_round_trip_on_every_file_system(children, kind):
             directory = point / engine
             directory.mkdir()
             result = outcome(children, directory=str(directory), io=engine)
-            # Over an existing one as well: the exchange of names is the file system's affair too.
+            # Also over an existing checkpoint: the exchange of names depends on the file system, too.
             again = outcome(children, directory=str(directory), io=engine)
             assert manifest.listing(directory) == ["step-1", "step-2", "step-3"]
             manifest.read(directory / "step-3")
             for report in result["reports"] + again["reports"]:
-                # tmpfs may refuse direct I/O (before Linux 6.6) or take it; either way the report says what happened.
+                # tmpfs may refuse direct I/O (before Linux 6.6) or allow it; the report shows what happened.
                 assert report["engine"] == engine or (report["fallback"] and report["engine"] == "buffered")
         if kind in ("ext4", "xfs"):
             assert result["warnings"] == []
 
 
 def test_reader_without_ring_reads_what_the_ring_wrote(children, tmp_path):
-    """Engines meet in the file and nowhere else."""
+    """Files of one engine are read by any other."""
     outcome(children, directory=str(tmp_path), io="uring", saves=1)
     for engine in ENGINES:
         end = children.run("load_timed", path=str(tmp_path / "step-1"), io=engine)
@@ -194,7 +194,7 @@ def test_reader_without_ring_reads_what_the_ring_wrote(children, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [("EPERM", "uring"), ("ENOSYS", "uring and dtype")])
 def test_suite_of_states_runs_without_io_uring(name, which):
-    """The tests of states once more, those that ask for the ring, in a process tree that can have none."""
+    """The tests of states that use the ring, repeated in a process tree without one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", which]
     done = subprocess.run(
         [
@@ -220,5 +220,5 @@ def test_suite_of_states_runs_without_io_uring(name, which):
 
 
 def test_this_process_can_have_a_ring():
-    """Elsewhere it is said that there is none; in CI that is a failure."""
+    """Elsewhere a missing ring is reported; in CI it is a failure."""
     needs.ring()

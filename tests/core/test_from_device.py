@@ -1,4 +1,4 @@
-"""A verification reads the device, whatever the page cache holds."""
+"""A verification reads the device, regardless of the page cache."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def cached(tmp_path):
     before = read_from_device()
     for file in (tmp_path / "c").iterdir():
         file.read_bytes()
-    # Programs are read, too, where memory is short.
+    # Programs are also read if memory is short.
     assert read_from_device() - before < NBYTES // 10
     return tmp_path / "c", state
 

@@ -35,7 +35,7 @@ SCENARIOS = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["one name", "two names"])
 def pair(request, tmp_path_factory):
-    """Two machines, which share a host name or not, and a mount for each: a machine sees no later ones."""
+    """Two machines, with or without a common host name, and a mount for each: a machine sees no later mounts."""
     logs = tmp_path_factory.mktemp("logs")
     names = ("trainer", "trainer") if request.param else ("node-a", "node-b")
     with (
@@ -56,7 +56,7 @@ def test_two_clients(pair, scenario):
     getattr(two_machines, scenario)(*places, logs)
 
 
-# The last bytes of a file that is not whole pages go through another handle than those before.
+# The last bytes of a file that is not whole pages go through another handle than the others.
 STATE = {"a": np.arange(3_000_001), "b": np.ones(5, np.uint8)}
 
 

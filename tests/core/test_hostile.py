@@ -1,4 +1,4 @@
-"""Checkpoints made to harm: forged behind a correct checksum, so that nothing is refused for the wrong reason
+"""Malicious checkpoints: forged behind a correct checksum, so that nothing is refused for the wrong reason
 (RELIABILITY.md 3).
 
 Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds of
@@ -38,9 +38,7 @@ from harness import manifest, needs, strace, ways, zygote
 from harness.internals import RESERVED
 
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
-HEADROOM = (
-    1 << 30
-)  # address space over what the process has when the load begins: threads and the staging pool want some
+HEADROOM = 1 << 30  # address space beyond that at the start of the load: threads and the staging pool need some
 GROWTH = 192 << 20  # resident memory: the pool of 128 MiB and change
 SECONDS = 2.0
 MUTATIONS = 2100
@@ -63,14 +61,14 @@ TENSORS = [
 
 @pytest.fixture
 def forged(tmp_path):
-    """A valid checkpoint made by hand (small blocks, so tensor a has several), and its manifest's body to spoil."""
+    """A valid checkpoint made by hand (small blocks, so tensor a has several), and its manifest's body to forge."""
     path = tmp_path / "inside" / "step"
     path.parent.mkdir()
     body = manifest.minimal(path, TENSORS)
-    # Torch's and numpy's: they go different ways.
+    # Tensors of torch and NumPy, which take different paths.
     body["structure"] = [["dict", 4], "a", ["tensor", 0], "b", ["array", 1], "c", ["array", 2], "e", ["tensor", 3]]
     manifest.forge(path, body)
-    # Beside it what a hostile path would like to reach: a shard that fits every checksum.
+    # Beside it the target of a hostile path: a shard that fits every checksum.
     for place in (tmp_path / "secret.safetensors", path.parent / "secret.safetensors"):
         shutil.copy(path / "model.safetensors", place)
     return path, body
@@ -86,7 +84,7 @@ def shard(body):
 
 def check_end(end, *, kinds=("CorruptCheckpointError",), bound=GROWTH):
     assert end["kind"] in kinds, end
-    # Of the processor: others may want it too, and whatever hangs meets the parent's patience.
+    # CPU time: the processor may be busy, and the parent limits a hang.
     assert end["processor"] < SECONDS, end
     assert end["grown"] < bound, end
     assert end["kind"] == "loaded" or end["text"], end
@@ -103,7 +101,7 @@ def refused(children, path, *, kinds=("CorruptCheckpointError",)):
 
 
 def test_control_loads(children, forged):
-    """Unspoiled it loads: so each refusal below is for the one thing that was spoiled."""
+    """Unchanged it loads, so each refusal below has its single change as the reason."""
     path, body = forged
     manifest.read(path)
     end = children.run("load_timed", path=str(path), headroom=HEADROOM)
@@ -151,7 +149,7 @@ def test_shard_names(children, forged, kind, tmp_path):
 
 
 def spoil_files(path, tmp_path):
-    """What can stand in a shard's place. Each leaves the manifest as it is."""
+    """Replacements of a shard. Each leaves the manifest unchanged."""
     victim = path / "model.safetensors"
     raw = victim.read_bytes()
 
@@ -255,7 +253,7 @@ def test_two_shards_of_one_file(children, forged):
 
 
 def test_nothing_outside_is_opened(children, forged, tmp_path):
-    """Not taken at its word: strace sees every open.
+    """strace sees every open.
     A read of the canary, even one that is then refused, is a failure."""
     path, body = forged
     base = path.parent
@@ -276,7 +274,7 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
         paths.append(copied)
     control = base / "control"
     shutil.copytree(path, control)
-    # The control goes first, so that what the first load of a process opens is known, and last, to show that loading
+    # The control goes first, so that the opens of a process's first load are known, and last, to show that loading
     # works.
     order = [control, *paths, control]
     # The stand-in device would be imported meanwhile.
@@ -334,7 +332,7 @@ def number_cases():
         return spoil
 
     def overlap(body):
-        # b over a's first bytes: a checksum that fits what lies there, so only the rule against overlap can refuse it.
+        # b over a's first bytes, with a fitting checksum, so that only the rule against overlap can refuse it.
         entry = tensor(body, "b")
         data = TENSORS[0][3][:24]
         entry["offset"] = tensor(body, "a")["offset"]
@@ -346,7 +344,7 @@ def number_cases():
         body["tensors"].append(again)
 
     def hole(body):
-        # c leaves; its bytes now belong to nobody.
+        # c is removed; its bytes now belong to no tensor.
         body["tensors"] = [entry for entry in body["tensors"] if entry["name"] != "c"]
         body["structure"] = [["dict", 1], "a", ["array", 0]]
 
@@ -420,7 +418,7 @@ def number_cases():
         if value != [8]:
             cases[f"shape of {shown}"] = of_tensor("shape", [value])
             cases[f"shape of 0 and {shown}"] = of_tensor("shape", [value, 0], "e")
-    # Zero elements whatever the other size is, so these are legal.
+    # Zero elements with any other size, so these are legal.
     for value in huge:
         if value < 1 << 63:
             del cases[f"shape of 0 and {value!r}"]
@@ -430,9 +428,9 @@ def number_cases():
 NUMBERS = number_cases()
 
 
-#: How ways may end where load() says CorruptCheckpointError, beside that. verify compares sums, and knows no structure.
+#: Other allowed ends of ways if load() raises CorruptCheckpointError. verify compares sums, and ignores the structure.
 ALSO = {"into": {"StructureMismatchError"}, "strided": {"StructureMismatchError"}, "keys": {"KeyError"}}
-#: Those that read the same as load() does.
+#: The ways that read the same as load().
 ALIKE = tuple(way for way in ways.WAYS if way != "verify")
 
 
@@ -502,8 +500,8 @@ def test_numbers(children, forged, tmp_path):
 
 
 def test_sum_of_a_whole_shard_is_verified(children, forged):
-    """load() compares extents and headers, which cover every byte; the whole file's sum is for copies elsewhere,
-    and must be true too."""
+    """load() compares extents and headers, which cover every byte; the sum of the whole file is for copies,
+    and must also be true."""
     path, body = forged
     shard(body)["crc"] = "0" * 16
     manifest.forge(path, body)
@@ -535,7 +533,7 @@ def test_every_member_missing_or_of_a_wrong_type(children, forged, tmp_path):
                 holder[name] = value
             raws.append(manifest.seal(changed))
             whats.append(f"{'.'.join(map(str, (*where, name)))} = {value!r}")
-            # What only informs may be anything, as long as nothing breaks; what bytes depend on may not.
+            # Informative members may have any value that breaks nothing; members on which bytes depend may not.
             informs = where in (("saved",), ("writer",)) or name in ("writer", "created", "saved", "metadata")
             # A list of tokens that are one leaf each, or another order of the same name, is a legal state.
             legal = name == "structure" or (name == "crc" and where == ("shards", 0)) or name == "name"
@@ -548,7 +546,7 @@ def test_every_member_missing_or_of_a_wrong_type(children, forged, tmp_path):
     assert {kind for _, kind, _ in ends} <= expected
 
 
-# --- texts that are no manifest --------------------------------------------------------------------------------------
+# --- texts that are not manifests ------------------------------------------------------------------------------------
 
 
 def text_cases():
@@ -656,7 +654,7 @@ def test_pickle_in_place_of_shards_and_beside_them(children, forged, tmp_path):
 
 
 def test_duplicate_members(children, forged, tmp_path):
-    """Two parsers may take different ones of the pair: a file that says two things is refused."""
+    """Two parsers may take different members of the pair, so an ambiguous file is refused."""
     path, body = forged
     text = json.dumps(body, separators=(",", ":"))
     entry = json.dumps(tensor(body), separators=(",", ":"))
@@ -674,7 +672,7 @@ def test_duplicate_members(children, forged, tmp_path):
             piece, piece[:-1] + f',"{member}":{json.dumps(shard(body)[member])}}}'
         )
     assert all(case != text for case in cases.values())
-    # The two that the prefix already has.
+    # The two members that the prefix already has.
     cases["fastckpt twice"] = text[:-1] + ',"fastckpt":2}'
     cases["crc64nvme twice"] = text[:-1] + ',"crc64nvme":"0"}'
     raws = [manifest.seal(case[1:].encode() + b"\n") for case in cases.values()]
@@ -685,7 +683,7 @@ def test_duplicate_members(children, forged, tmp_path):
 
 
 def test_manifest_beyond_its_limit(children, forged):
-    """513 MiB of file, of which not one page may be read into memory."""
+    """A file of 513 MiB, of which no page may be read into memory."""
     path, _ = forged
     with (path / manifest.NAME).open("r+b") as file:
         file.truncate((512 << 20) + 1)
@@ -699,7 +697,7 @@ def test_manifest_beyond_its_limit(children, forged):
     "length", [0, 1, 4087, 4089, 100_000_001, 1 << 31, 1 << 62, (1 << 63) - 9, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
 )
 def test_header_length_bomb(children, forged, length):
-    """With every checksum recomputed: what is left to refuse it is that 8+N must be data_offset."""
+    """With every checksum recomputed: only the rule that 8+N is data_offset can refuse it."""
     path, body = forged
     raw = bytearray((path / "model.safetensors").read_bytes())
     raw[:8] = struct.pack("<Q", length)
@@ -713,8 +711,8 @@ def test_header_length_bomb(children, forged, length):
 
 
 def test_sparse_giant_shard(children, forged):
-    """A terabyte of holes, declared honestly: a tensor of that size is refused by memory, not by the process being
-    killed."""
+    """A terabyte of holes, declared honestly: a tensor of that size is refused for lack of memory, without the process
+    being killed."""
     path, body = forged
     size = 1 << 40
     begin = shard(body)["data_offset"]
@@ -941,7 +939,7 @@ def structure_cases():
     }
 
 
-# Legal by the letter, or harmless: loading them is as good as refusing them.
+# Legal, or harmless: a load is as good as a refusal.
 TOLERATED = {
     "same key twice",
     "int python",
@@ -969,7 +967,7 @@ def test_structures(children, forged, tmp_path, place):
         raws.append(manifest.seal(changed))
         whats.append(what)
     if place == "metadata":
-        # Metadata may name no tensor; and load() need not look at it, so whoever asks for it is asked.
+        # Metadata may name no tensor; load() need not read it, so the test reads it.
         (tmp_path / "cases.json").write_text(
             json.dumps([{"what": what, "bytes": raw.hex()} for what, raw in zip(whats, raws, strict=True)])
         )
@@ -991,7 +989,7 @@ def test_structures(children, forged, tmp_path, place):
         for what, kind in zip(whats, ends, strict=True)
         if kind not in ("loaded", "CorruptCheckpointError", "FormatVersionError", "UnsupportedTypeError")
     }
-    # Metadata is to be looked into by every program: what this one does not know is plain, with a warning.
+    # Every program can read metadata: unknown values are plain, with a warning.
     assert others == ({"unregistered type": "RuntimeWarning"} if place == "metadata" else {})
 
 
@@ -1024,13 +1022,13 @@ def as_cases():
 
 
 def test_true_types_that_are_lies(children, forged, tmp_path):
-    """A shape larger than its bytes would read past them; an object dtype would make pointers of them."""
+    """A shape larger than its bytes would read past them; an object dtype would turn them into pointers."""
     path, body = forged
     raws, whats = [], []
     for token in ("array", "tensor"):
         for what, value in as_cases().items():
             changed = copy.deepcopy(body)
-            # Section 2.3: what safetensors cannot name is stored as bytes.
+            # Section 2.3: dtypes that safetensors cannot name are stored as bytes.
             tensor(changed).update({"as": value, "dtype": "U8", "shape": [12_800]})
             changed["structure"] = [["list", 1], [token, 0]]
             raws.append(manifest.seal(changed))
@@ -1049,7 +1047,7 @@ def test_true_types_that_are_lies(children, forged, tmp_path):
 
 
 def varied_state():
-    """Every token that needs no torch."""
+    """Every token that does not need torch."""
     return {
         "weights": [np.arange(1500, dtype=np.float32), np.arange(12, dtype=np.int64).reshape(3, 4), np.array(2.5)],
         "be": np.arange(5, dtype=">f8"),
@@ -1203,7 +1201,7 @@ def nodes(value, where=()):
 
 
 def mutate_json(dice, body):
-    """One to three random edits of the tree; what was done, for the report."""
+    """One to three random edits of the tree; returns a description of them."""
     done = []
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         holder, key = dice.choice(nodes(body))

@@ -1,4 +1,4 @@
-"""Small checkpoints that would take much: what a reader does, and what memory it takes, grow no faster than the file.
+"""Small checkpoints with high costs: a reader's work and memory grow no faster than the file.
 
 Each is forged behind a correct checksum, and its size is one at which the growth that it provokes would show beyond
 doubt: minutes, or gigabytes.
@@ -24,7 +24,7 @@ import pytest
 import fastckpt
 from harness import cli, limits, manifest, programs, zygote
 
-#: Processor time, so that a busy machine does not matter; each of these took several times as much, and most minutes.
+#: CPU time, so that a busy machine does not matter; each of these once took several times as much, or minutes.
 SECONDS = 10.0
 GROWTH = 192 << 20
 
@@ -36,13 +36,13 @@ def children(children_with_torch):
 
 @pytest.fixture
 def forged(tmp_path):
-    """A checkpoint of one array, and its manifest's body to spoil."""
+    """A checkpoint of one array, and its manifest's body to forge."""
     path = tmp_path / "step"
     return path, manifest.minimal(path, [("a", "U8", [4], b"data")])
 
 
 def ended(children, path, operation="load", *, job="load_timed", bound=GROWTH, **options):
-    """How an operation on ``path`` ended, in a process of its own; it had to be quick and small."""
+    """The end of an operation on ``path`` in a separate process; it must be quick and small."""
     end = children.run(job, path=str(path), operation=operation, timeout=120, **options)
     assert not isinstance(end, zygote.Raised), end
     assert end["processor"] < SECONDS, end
@@ -65,7 +65,7 @@ def _float(value):
 
 
 def _walkers(bits):
-    """Integers below 2^61, each of another hash, that Python inserts into a dict by long walks.
+    """Integers below 2^61 with different hashes that Python inserts into a dict by long walks.
 
     The first ones take places that follow each other on the walk that is left when all bits of a hash are used up.
     The others are made so that every step before it leads to one of these places.
@@ -163,7 +163,7 @@ def test_keys_that_collide_in_metadata(children, forged, tmp_path):
     assert ends == ["CorruptCheckpointError"]
 
 
-#: Those that collide however few they are.
+#: Keys that always collide, even if there are few.
 OUTRIGHT = ["integers", "negative integers", "complex numbers", "tuples", "sets of tuples", "ranges"]
 
 
@@ -217,7 +217,7 @@ def test_keys_as_people_have_them_are_taken(tmp_path, family):
     assert back == state
 
 
-# --- ties, tokens, and what else takes more than its file ------------------------------------------------------------
+# --- ties, tokens, and other contents that take more than their file -------------------------------------------------
 
 
 def tied(depth, width=1):
@@ -245,7 +245,7 @@ def test_a_tie_at_each_of_many_levels(children, forged, operation):
 
 
 def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
-    """What is beyond it goes with the first: nothing that is tied is lost, and no name is wrong."""
+    """Places beyond the limit follow the first: no tie is lost, and no name is wrong."""
     path, body = forged
     limits.lower(monkeypatch, "characters of names", 0)
     limits.lower(monkeypatch, "characters of names for each token", 1)
@@ -328,7 +328,7 @@ def _unknown(body, tensor):
     body["unknown"] = tensor["unknown"] = [[]] * 1_000_000
 
 
-#: What follows the structure's own, which tests above have.
+#: The other members; tests above have the structure.
 MEMBERS = {
     "options": (_options, "CorruptCheckpointError"),
     "tensors": (_tensors, "loaded"),
@@ -356,7 +356,7 @@ LONG, DELETE = "?" * 40, "\x7f"
 
 
 def _entries(count, **more):
-    """As many tensors of names as short as there are."""
+    """Tensors with the shortest possible names."""
     names = itertools.product(string.ascii_letters + string.digits, repeat=4)
     return lambda body, tensor: body["tensors"].extend(
         {**tensor, "name": "".join(name), "shape": [0], "crc": "", **more} for name in itertools.islice(names, count)
@@ -405,7 +405,7 @@ def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
     path, body = forged
     body["structure"] = [["size", *([[]] * 3_000_000)]]
     manifest.forge(path, body)
-    # A reader has its text once, and a few MiB of it as arrays. The lists would take 168 MB.
+    # A reader has the text once, and a few MiB as arrays. The lists would take 168 MB.
     size = (path / manifest.NAME).stat().st_size
     end = ended(children, path, "load", bound=5 * size)
     assert end["kind"] == "CorruptCheckpointError", end
@@ -413,7 +413,7 @@ def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
 
 
 def test_verify_of_many_missing_shards(children, tmp_path):
-    """Twice the shards take twice the steps: 40,000 of them with 40,000 tensors are no matter of minutes."""
+    """Twice the shards take twice the steps: 40,000 of them with 40,000 tensors do not take minutes."""
     path, many = tmp_path / "step", 40_000
     body = manifest.minimal(path, [("a", "U8", [4], b"data")])
     (shard,), (tensor,) = body["shards"], body["tensors"]
@@ -455,7 +455,7 @@ def nasty(tmp_path):
 
 @pytest.fixture
 def told(children):
-    """Run the command; how it ended, and what it printed."""
+    """Run the command; returns its end and its output."""
 
     def run(*arguments):
         done = programs.run(children, [Path(fastckpt.__file__).with_name("__main__.py"), *arguments])

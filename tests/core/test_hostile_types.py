@@ -1,4 +1,4 @@
-"""Files that name what a program knows, in places where it does not belong: nothing of it runs, and nothing grows.
+"""Files that name known types in wrong places: none of their code runs, and nothing grows.
 
 Values of all types are saved, parts of their structure are replaced by others, and the manifest is forged behind a
 correct checksum. The drawing runs in a process of its own, which measures itself.
@@ -34,7 +34,7 @@ from harness import manifest, needs, zygote
 from harness.draws import one_in
 from harness.internals import ends_of
 
-#: How many files are drawn; a campaign sets more.
+#: The number of drawn files; a campaign sets more.
 DRAWS = int(os.environ.get("FASTCKPT_DRAWS", 750 // one_in(3)))
 #: Bytes of memory that a process may take beyond what it has after a first load, and processor seconds of one load.
 GROWTH, SECONDS = 192 << 20, 10.0
@@ -44,13 +44,13 @@ HOOKS = (
     *("__reduce__", "__reduce_ex__", "__str__", "__repr__", "__index__", "__int__", "__float__", "__getattribute__"),
     *("__array__", "__next__", "__call__", "__copy__", "__deepcopy__", "__buffer__", "__format__", "keys", "items"),
 )
-#: What Python itself calls of a key.
+#: The methods of a key that Python itself calls.
 OF_KEYS = {"__hash__", "__eq__"}
 ran: list[str] = []
 
 
 def hostile(base):
-    """A class that notes whatever is called of its instances, and fails."""
+    """A class that records every call of its instances, and fails."""
 
     def hook(name):
         def run(*_, **__):
@@ -147,7 +147,7 @@ def corpus():
 
 
 def hashed(tokens, ends):
-    """The positions that are in keys, or in members of sets."""
+    """The positions in keys or in members of sets."""
     found = set()
     for position, token in enumerate(tokens):
         tag = token[0] if isinstance(token, list) else None
@@ -163,14 +163,14 @@ def hashed(tokens, ends):
 
 
 def expanded(dice, tensors):
-    """Tensors, whose bytes are few, as if they had gigabytes."""
+    """Small tensors that claim gigabytes."""
     number = dice.randrange(tensors)
     kind = dice.choice(["tensor", "array"])
     return [["expanded", [1 << dice.choice([3, 31, 40])] * dice.choice([1, 2]), ""], [kind, number]]
 
 
 def drawn(dice, tokens, tensors):
-    """Tokens of which some values are replaced by others, and whether only keys are to blame for what runs."""
+    """Tokens with some replaced values, and whether only keys can cause calls."""
     tokens = list(tokens)
     of_keys = False
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
@@ -222,7 +222,7 @@ def chosen(dice):
 
 
 def look(path, known, plain, dice):
-    """What a reader does with a file; returns how it ended."""
+    """The reads of a file; returns their end."""
     ends = []
     for how in (
         lambda: fastckpt.load(path, registry=known, **chosen(dice)),
@@ -238,7 +238,7 @@ def look(path, known, plain, dice):
         except (fastckpt.CheckpointError, ImportError) as error:  # noqa: PERF203 - each ends by itself
             ends.append(type(error).__name__)
         except (KeyError, ValueError) as error:
-            # What was asked for is not there, or does not fit.
+            # The requested part is not there, or does not fit.
             if not str(error).strip("'\"").startswith("load: "):
                 raise
     return ends
@@ -257,7 +257,7 @@ COMMANDS = (
 
 
 def commanded(path, sound, out, dice):
-    """What one of the commands does with a file; returns how it ended."""
+    """A command on a file; returns its end."""
     from harness.cli import main
 
     places = {"path": path, "run": path.parent, "sound": sound, "out": out}
@@ -272,7 +272,7 @@ def commanded(path, sound, out, dice):
 
 
 def restored(path, known):
-    """What a manager does with a file; returns how it ended."""
+    """A manager on a file; returns its end."""
     try:
         with fastckpt.Manager(path.parent) as manager:
             manager.restore(step=1, registry=known)
@@ -390,7 +390,7 @@ def test_what_no_load_would_make_is_not_saved(tmp_path):
 
 
 def test_parts_of_tensors_are_stored_in_full(tmp_path):
-    """As graphs have them: the values of a matrix are one number, expanded."""
+    """Like in graphs: the values of a matrix are one number, expanded."""
     torch = pytest.importorskip("torch")
     indices = torch.stack([torch.arange(50), torch.arange(50)])
     matrix = torch.sparse_coo_tensor(indices, torch.ones(1).expand(50), (50, 50))
@@ -405,7 +405,7 @@ def test_parts_of_tensors_are_stored_in_full(tmp_path):
 
 @pytest.mark.parametrize("kind", ["tuple", "fset"])
 def test_deep_keys_are_refused_before_they_are_hashed(tmp_path, kind):
-    """In C, without an end: a thread with a small stack would die of them."""
+    """Unbounded recursion in C: a thread with a small stack would crash."""
     np_state = tmp_path / "c"
     fastckpt.save({"a": 1}, np_state)
     body = manifest.body_of(np_state)
@@ -482,7 +482,7 @@ if __name__ == "__main__":
     ],
 )
 def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, capsys, value):
-    """A conversion to Hugging Face's layout makes nothing of a structure, and has to look at it all the same."""
+    """A conversion to Hugging Face's layout makes no objects from a structure, but must still check it."""
     from harness.cli import main
 
     fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", files=fastckpt.Files(model_key="model"))
@@ -499,7 +499,7 @@ def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, cap
 
 
 def test_an_error_asks_no_key_how_it_looks(tmp_path):
-    """Nothing of an object that has just been made may run."""
+    """No method of a newly made object may run."""
 
     class Refused:
         """Its decoder fails."""

@@ -1,4 +1,4 @@
-"""Storage that never answers a call, and a kernel that never takes one: the save ends, and the program goes on."""
+"""Storage that never answers a call, and a kernel that never accepts one: the save ends, and the program goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness import mounts, programs, strace, zygote
 
 pytestmark = pytest.mark.root
 
-#: What is left unanswered, what the error calls it, and the file that it names.
+#: The unanswered request, its name in the error, and the file that it names.
 CALLS = [
     ("mkdir", "make", ".c.tmp-"),
     ("open", "open", "model.safetensors"),
@@ -45,7 +45,7 @@ def storage(mounted):
 
 
 def threads():
-    """Our threads of this process."""
+    """fastckpt's threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -100,7 +100,7 @@ def test_the_error_names_the_call_and_the_file(storage, request_, call, name):
     assert (error.errno, isinstance(error, TimeoutError)) == (errno.ETIMEDOUT, False)
     assert ("may be there" in str(error)) == (request_ == "rename")
     assert threads()
-    # Nothing more waits for that storage, and other storage works.
+    # Nothing waits for that storage any more, and other storage works.
     with pytest.raises(DeadlineError, match="has not begun"):
         saved(place / "d", 1000.0, background=True)
     _, hang = storage
@@ -116,7 +116,7 @@ def test_the_error_names_the_call_and_the_file(storage, request_, call, name):
 def test_engines_and_elsewhere(storage, engine, tmp_path):
     error, place = given_up(storage, engine, "write", "write", engine=engine, background=True)
     assert "nothing of it gets the checkpoint's name" in str(error)
-    # The snapshot that is still read is not the one of the next save.
+    # The snapshot that is still read is not used by the next save.
     for number in range(2):
         pending = fastckpt.save_async({"model": {"w": STATE["model"]["w"] + number}}, tmp_path / f"{number}")
         pending.result()
@@ -136,12 +136,12 @@ def test_a_save_that_is_cancelled_while_storage_hangs_has_failed(storage, tmp_pa
         pending = fastckpt.save_async(STATE, place / "c", io=fastckpt.IO(deadline=0.2 * 4**number))
         until(lambda: any(place.glob(".c.tmp-*/model.safetensors")))  # noqa: B023 - called here
         time.sleep(0.05 * 4**number)
-        # Something is left of it. On a busy machine it may be cancelled before it writes.
+        # It leaves something. On a busy machine it may be cancelled before it writes.
         if not pending.cancel() or number == 4:
             break
     with pytest.raises(DeadlineError, match="cannot write"):
         pending.result()
-    # Its snapshot is not that of the next save.
+    # The next save has another snapshot.
     fastckpt.save_async({"w": np.zeros(300_000)}, tmp_path / "d").result()
     hang()
     ended()
@@ -196,7 +196,7 @@ def test_the_call_comes_back_and_the_process_ends(storage, children, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     on, seen = done.stdout.splitlines()
     assert on == "training goes on"
-    # What the monitor shows.
+    # The output of the monitor.
     assert re.match(rf"given up: hangs since [0-9:]{{8}}Z in [a-z ]+: (c$|{storage[0].name[:16]})", seen)
 
 

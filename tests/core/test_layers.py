@@ -1,4 +1,4 @@
-"""The layers of the core: which folder may name which, and no circle between modules.
+"""The layers of the core: which folder may name which others, without circles between modules.
 
 Code is read as text: every path that begins with ``crate::``, ``super::`` or ``self::``, outside of tests.
 """
@@ -28,14 +28,14 @@ LAYERS = (
 )
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 
-#: Circles that are meant to be, each with its reason.
+#: Intended circles, each with its reason.
 EXCEPTIONS: dict[frozenset[str], str] = {}
 
 Graph = dict[str, set[str]]
 
 
 def modules(source: Path) -> dict[str, str]:
-    """The text of each module without comments, strings and tests, by its path as in ``engine::io::uring``."""
+    """The text of each module without comments, strings and tests, by its path, such as ``engine::io::uring``."""
     texts = {}
     for file in sorted(source.rglob("*.rs")):
         parts = file.relative_to(source).with_suffix("").parts
@@ -48,7 +48,7 @@ TEST_FILE = r"#\[cfg\(test\)\]\s*(?:pub(?:\([^)]*\))? )?mod (\w+);"
 
 
 def bare(text: str) -> str:
-    """The code alone: comments and strings go, and everything under ``#[cfg(test)]`` that has a body."""
+    """Only the code: without comments, strings, and everything under ``#[cfg(test)]`` that has a body."""
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
     while found := re.search(r"#\[cfg\(test\)\][^;{]*\{", text):
@@ -107,7 +107,7 @@ def resolve(module: str, path: list[str], known: Iterable[str]) -> str:
 
 
 def graph(source: Path) -> Graph:
-    """Which module names items of which."""
+    """The modules whose items each module names."""
     texts = modules(source)
     found: Graph = {name: set() for name in texts}
     for name, text in texts.items():

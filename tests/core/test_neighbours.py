@@ -1,4 +1,4 @@
-"""Another user of the machine, who may read a checkpoint and not write it, or who was first with a directory's name."""
+"""Another user of the machine, who may read but not write a checkpoint, or who took a directory's name first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fastckpt
 from harness import mounts, needs
 
-#: Locks what it can open below a directory, says how much that was, and holds it until its stdin ends.
+#: Locks the files that it can open below a directory, prints their number, and holds the locks until its stdin ends.
 LOCKS = """
 import fcntl, os, sys
 os.setgroups([]), os.setresgid(*[65534] * 3), os.setresuid(*[65534] * 3)
@@ -51,7 +51,7 @@ def test_locks_of_a_reader_hold_nobody_up():
 @pytest.mark.root
 @pytest.mark.parametrize("trap", ["owner", "mode", "link"])
 def test_nothing_is_published_where_somebody_else_was_first(tmp_path, trap):
-    """The name of the directory of live counters is known; the process counts in memory of its own, and saves."""
+    """Another user has the directory of the live counters; the process counts in private memory, and saves."""
     needs.root()
     counters = tmp_path / "counters"
     (tmp_path / "elsewhere").mkdir(mode=0o700)

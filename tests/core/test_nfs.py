@@ -9,7 +9,7 @@ import pytest
 from harness import nfs
 
 GUEST = Path(nfs.__file__).with_name("nfs_guest.py")
-# One boot each. A name before a colon is that of both machines, which are told apart by the host name alone otherwise.
+# One boot each. A name before a colon is the host name of both machines; otherwise only the host name differs.
 BOOTS = {
     "rivals": [
         "trainer:different_names",

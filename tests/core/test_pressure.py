@@ -27,7 +27,7 @@ def test_memory_that_changes_while_it_is_written_leaves_a_sound_checkpoint(child
     path = tmp_path / "step"
     child = children.start("save_changing", path=str(path), io=engine)
     child.next()
-    # Without threads one thread does it all: what it calls between summing and writing changes the memory then.
+    # Without threads one thread does everything: its callback between sum and write changes the memory.
     with refuse_threads(child, tmp_path / "log", "1+"):
         child.go()
         end = child.outcome()
@@ -58,7 +58,7 @@ def test_an_allocation_that_signals_always_interrupt_is_given_up(children, tmp_p
 
 
 def test_ctrl_c_ends_an_allocation(children, tmp_path):
-    """A signal with each call, as Ctrl-C held down: the save ends, and nothing of it stays."""
+    """A signal with each call, like a held Ctrl-C: the save ends, and leaves nothing."""
     child = children.start("save_held", path=str(tmp_path / "parent" / "step"), index=3, nbytes=64 << 20)
     (tmp_path / "parent").mkdir()
     child.next()
@@ -147,7 +147,7 @@ def test_the_limit_of_processes_of_a_user(children):
 
 
 class Saver(logging.Handler):
-    """The niceness of the thread that has saved: it logs what it did, and runs callbacks."""
+    """The niceness of the saving thread, which also logs and runs callbacks."""
 
     def __init__(self):
         super().__init__(logging.INFO)
@@ -162,7 +162,7 @@ class Saver(logging.Handler):
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20, 9 << 20])
 @pytest.mark.parametrize("save_async", [fastckpt.save_async, distributed.save_async], ids=["alone", "ranks"])
 def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, save_async, size, io):
-    """It has written nothing, whatever the size."""
+    """It has written nothing, for any size."""
     caplog.set_level(logging.INFO, "fastckpt")
     saver = Saver()
     logging.getLogger("fastckpt").addHandler(saver)
@@ -188,7 +188,7 @@ def test_a_child_forked_during_a_save_keeps_none_of_its_descriptors(children, tm
 
     assert any(name.endswith(".safetensors") for name in of_the_save(found["ours"]))
     assert of_the_save(found["theirs"]) == []
-    # Everything else is there, and the save came to its end.
+    # All other descriptors are there, and the save ended.
     assert len(found["theirs"]) >= len(found["ours"])
     assert found["ok"]
 

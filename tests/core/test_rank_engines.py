@@ -31,7 +31,7 @@ PAGE, RESIDUE = 4096, 64
 
 
 def congruent(array: np.ndarray) -> np.ndarray:
-    """A copy at the place in a page where the data of a shard begins, in huge pages if the machine has them."""
+    """A copy that is congruent with the data of a shard, in huge pages if the machine has them."""
     memory = np.empty(array.nbytes + 2 * PAGE, np.uint8)
     begin = (RESIDUE - memory.ctypes.data) % PAGE
     copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -179,7 +179,7 @@ def test_the_files_are_those_of_one_process(tmp_path, layout):
         assert manifests[0][entry] == manifests[1][entry]
     assert not fastckpt.verify(tmp_path / "many").damage
     assert report["bytes"] == one.bytes == sum(report["bytes"] for report in job.reports)
-    # What is sent is received, and all that is written was allocated once.
+    # Sent bytes are received, and written bytes were allocated once.
     assert sum(report["sent"] for report in job.reports) == sum(report["received"] for report in job.reports)
     loaded = fastckpt.load(tmp_path / "many")
     assert all(np.array_equal(loaded[name], array) for name, array in job.state.items())
@@ -222,7 +222,7 @@ def test_an_exception_of_the_caller_ends_the_save_and_is_raised(tmp_path):
     mail = job.saves[1].mail
     for step in (lambda: job.saves[1].write(None), lambda: mail.pack(0)):
         with ThreadPoolExecutor(1) as pool:
-            # The first rank sends what it has; without it the second one would wait.
+            # Rank 0 sends its bytes; without these rank 1 would wait.
             pool.submit(job.send, 0)
             with pytest.raises((LookupError, RuntimeError), match="rank 1 cannot copy"):
                 step()
@@ -426,7 +426,7 @@ class LoadJob:
     Args:
         path: the checkpoint.
         state: its arrays.
-        layout: the number of ranks, and how a tensor of a shape is spread over them.
+        layout: the number of ranks, and the spread of a tensor of a shape over them.
         memory: makes the memory of a part of a shape and dtype.
         drain: whether parts go through a callback.
     """
@@ -452,7 +452,7 @@ class LoadJob:
         spreads = [spread(state[name].shape) for name in wanted]
         numbers = [(self.stored[name], [at]) for at, name in enumerate(wanted)]
         self.share = _core.Share.to_load(self.reader, numbers, [one.core for one in spreads], self.ranks, apart=apart)
-        #: By rank: what it is to have of each tensor, and its memory for it.
+        #: By rank: the expected part of each tensor, and its memory.
         self.parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self.loads: list[_core.RankLoad] = []
         for rank in range(self.ranks):
@@ -492,7 +492,7 @@ class LoadJob:
         lock = threading.Lock()
 
         def ended(error: BaseException) -> None:
-            # As the protocol does it: the failure of one rank ends the exchange of all.
+            # Like in the protocol, the failure of one rank ends the exchange of all.
             with lock:
                 for load in self.loads:
                     load.mail.stop(f"another rank failed: {error}")
@@ -521,7 +521,7 @@ class LoadJob:
         return outcomes
 
     def check(self) -> None:
-        """All parts are what was saved."""
+        """Check that all parts equal the saved ones."""
         for rank, parts in enumerate(self.parts):
             for number, (expected, local) in enumerate(parts):
                 assert np.array_equal(expected, local), (rank, number)
@@ -556,12 +556,12 @@ def test_every_rank_gets_its_parts_and_each_byte_is_read_once(saved, layout, kin
         assert report["bytes"] == sum(expected.nbytes for expected, _ in parts)
         assert report["tensors"] <= len(state)
     if kind != "unverified":
-        # What nobody wants is not read, and what somebody wants is read once.
+        # Unwanted bytes are not read, and wanted bytes are read once.
         assert sum(report["storage"] for report in reports) == total
 
 
 def test_it_finds_the_damage_that_another_rank_wants(tmp_path, saved):
-    """In a block half of which one rank wants, and half another: the one that reads it raises, all others stop."""
+    """Two ranks want half of a block each: its reader raises, all others stop."""
     path = tmp_path / "c"
     shutil.copytree(saved[0], path)
     name, array = "long", saved[1]["long"]
@@ -587,7 +587,7 @@ def test_it_finds_the_damage_that_another_rank_wants(tmp_path, saved):
     # It is one block, which one rank reads.
     assert (stored.offset + split - 1) // BLOCK == (stored.offset + split) // BLOCK
     assert len(readers) == 1
-    # Without verification nobody notices.
+    # Without verification the damage is not noticed.
     job = LoadJob(path, saved[1], (2, lambda _: mesh([2], ROWS)), names=[name], verify=False)
     assert all(isinstance(outcome, dict) for outcome in job.run())
 
@@ -611,7 +611,7 @@ def test_one_rank_alone_does_what_a_plain_read_does(saved):
 
 
 def test_an_interrupt_ends_a_read_that_waits_for_others(saved):
-    """Nobody sends anything."""
+    """No rank sends anything."""
     path, state = saved
     job = LoadJob(path, state, LAYOUTS["columns of 4"])
     seen = []
@@ -715,7 +715,7 @@ def test_a_reader_whose_checkpoint_was_replaced_has_no_manifest_to_give(tmp_path
 
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_spreads(saved, seed):
-    """Each tensor is spread in another way, some in two ways at once, and some are wanted by nobody."""
+    """Each tensor has another spread, some have two at once, and some are wanted by no rank."""
     path, state = saved
     dice = random.Random(seed)
     ranks = dice.choice([2, 3, 4])
@@ -744,7 +744,7 @@ def test_drawn_spreads(saved, seed):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Tensors of several blocks of 4 MiB, which ranks cut elsewhere, and some small ones."""
+    """Tensors of several blocks of 4 MiB, which ranks cut at other places, and some small ones."""
     path, random_bytes = tmp_path_factory.mktemp("apart") / "c", np.random.default_rng(0)
     shapes = {"a": (3001, 1000), "b": (1500, 1003), "c": (7, 11), "d": (2, 100_000)}
     state = {name: random_bytes.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -763,7 +763,7 @@ def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layo
     job.check()
     total = sum(array.nbytes for array in state.values())
     assert sum(outcome["storage"] for outcome in outcomes) == total
-    # What is short still travels: the rows of the small tensors.
+    # Short pieces still travel: the rows of the small tensors.
     assert sum(outcome["peers"] for outcome in outcomes) <= state["c"].nbytes + state["d"].nbytes
     whole = LoadJob(path, state, layout)
     assert sum(outcome["peers"] for outcome in whole.run()) > 2_000_000
@@ -774,14 +774,14 @@ def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layo
         job.share.compare(job.reader, job.share.merge(pieces[1:]))
 
 
-#: Shapes without bytes, and of few rows: ranks have some of them whole, in part or not at all.
+#: Shapes without bytes, and shapes of few rows: ranks have some of them whole, in part or not at all.
 EMPTY = [(0,), (0, 4), (4, 0), (0, 0), (2, 0, 3), (0, 1 << 20)]
 
 
 UNEVEN = [(1, 7), (2, 5), (3, 1), (4, 3), (5, 2), (7, 1), (1, 300_001)]
 
 
-#: Ranks share blocks of these.
+#: Tensors whose blocks ranks share.
 SHARED = [(3, 200_003), (5, 90_001), (8, 100_003), (235_611, 2)]
 
 
@@ -808,7 +808,7 @@ def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
 
 
 def numbered(shape, number):
-    """An array of int16 that no other number has."""
+    """An array of int16 that is unique for its number."""
     return (np.arange(np.prod(shape)) * 7 + number).astype(np.int16).reshape(shape)
 
 

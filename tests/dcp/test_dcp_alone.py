@@ -253,7 +253,7 @@ def test_planners_of_ones_own_are_obeyed(tmp_path):
 
 
 class Blunt(DefaultSavePlanner):
-    """Makes bytes of its own of values."""
+    """Serializes values in its own way."""
 
     def transform_object(self, write_item, object):  # noqa: A002, ARG002 - torch's interface
         return object if isinstance(object, torch.Tensor) else io.BytesIO(b"my own")
@@ -266,7 +266,7 @@ def test_bytes_that_torch_did_not_make_are_refused(tmp_path):
 
 
 class Unsaved:
-    """Of a class that nothing is known of."""
+    """Of a class that the writer does not know."""
 
 
 class Evil:
@@ -370,7 +370,7 @@ def test_a_state_may_change_once_it_is_staged(tmp_path):
 
 
 class Held(DefaultSavePlanner):
-    """Lets its save go on once the next one has been asked for."""
+    """Holds its save until the next one is requested."""
 
     def __init__(self, go):
         super().__init__()
@@ -548,7 +548,7 @@ def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):
 
 
 def some(dtype, shape, first):
-    """Values of a dtype, other ones for another ``first``."""
+    """Values of a dtype, which depend on ``first``."""
     count = int(torch.tensor(shape).prod())
     return (torch.arange(count) % 2 + first).to(torch.int8).reshape(shape).to(dtype)
 

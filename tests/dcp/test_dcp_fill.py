@@ -46,7 +46,7 @@ DENSE = [
 
 
 def values(first, dtype=torch.float32):
-    """A tensor of zeros and other values, in the same places; other values for another ``first``."""
+    """A tensor of zeros and other values, in the same places; the values depend on ``first``."""
     numbers = torch.arange(SHAPE[0] * SHAPE[1])
     made = (numbers % 2) * (numbers % 3 + first)
     return (made % 2 + (first > 1) if dtype is torch.bool else made).to(dtype).reshape(SHAPE)
@@ -210,7 +210,7 @@ def test_a_tensor_whose_elements_share_memory_is_refused_by_name(tmp_path, saved
 
 
 def load_on_ranks(path):
-    """Load on all ranks, of which the last has a tensor that cannot be filled; the error, and what lies beside it."""
+    """Load on all ranks, where the last has a tensor that cannot be filled; the error, and the tensor beside it."""
     last = dist.get_rank() == dist.get_world_size() - 1
     state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
     try:
@@ -246,7 +246,7 @@ def test_tensors_in_one_memory_that_do_not_overlap_are_filled(tmp_path):
 
 
 class Plain(torch.Tensor):
-    """A class of its own."""
+    """A subclass of Tensor."""
 
 
 def flat_beside_views(memory, flat="a"):
@@ -302,7 +302,7 @@ def entries(state):
 def test_tensors_that_share_memory_are_filled_if_they_agree_in_the_checkpoint(tmp_path, form, saved):
     numbers = torch.arange(24.0) * 3 + 1
     wanted = entries(SHARING[form](numbers.clone()))
-    # The expanded one remains expanded.
+    # The expanded tensor remains expanded.
     source = wanted if saved == "apart" and form != "expanded" else SHARING[form](numbers)
     if form.endswith("a subclass"):
         source = wanted
@@ -361,7 +361,7 @@ def test_tensors_that_share_memory_are_refused_if_they_differ_in_the_checkpoint(
 
 
 def load_shared_on_ranks(path):
-    """Load on all ranks, of which the last has both in one memory; the error, and what it has then."""
+    """Load on all ranks, where the last has both in one memory; the error, and its values afterwards."""
     last = dist.get_rank() == dist.get_world_size() - 1
     weight = torch.zeros(SHAPE)
     state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
@@ -420,7 +420,7 @@ def test_a_refusal_of_a_tensor_of_several_changes_nothing(tmp_path, saved):
 
 
 class Larger(DefaultLoadPlanner):
-    """Gives a tensor of more rows than are asked for, under a key of its own."""
+    """Gives a tensor of more rows than are requested, under another key."""
 
     def create_local_plan(self):
         plan = super().create_local_plan()

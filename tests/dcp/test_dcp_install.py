@@ -62,7 +62,7 @@ def test_names_that_were_imported_before_are_ours_too(tmp_path):
 
 
 class Deferred(dcp.staging.AsyncStager if hasattr(dcp.staging, "StagingOptions") else object):
-    """A stager that hands over the state when it is told to."""
+    """A stager that hands over the state when the test lets it."""
 
     _synchronize_after_execute = False
 
@@ -132,7 +132,7 @@ def test_a_torch_that_saves_in_another_way_is_an_error(monkeypatch):
 
 
 class Derived(FileSystemWriter):
-    """A writer of somebody's own."""
+    """A user's subclass of the writer."""
 
     def __init__(self, path, more):
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""Many simulated ranks agree on a save with dcp: what the first one does for each other is bounded, whatever they are.
+"""Many simulated ranks agree on a save with dcp: what the first one does for each other is bounded.
 
 Bytes and calls are counted, not seconds: ``python -m bench.ranks_dcp`` measures those.
 """
@@ -9,7 +9,7 @@ from bench import ranks_dcp
 from harness import limits
 
 TENSORS = 40
-#: Bytes of all values, as a rank tells them.
+#: Bytes of all values, as a rank sends them.
 VALUES = ranks_dcp.VALUES * len("[\"values.00\", 0, [\"[['list',2],0,'value']\", []]]")
 #: Bytes of a value with a tensor of each stage: a digest of its bytes, and one of its tensors.
 STAGES = ranks_dcp.STAGES * (
@@ -49,6 +49,6 @@ def test_equal_cuts_of_boxes_are_one_and_signs_of_life_are_given():
     assert many[0].alive >= TENSORS
     names = TENSORS * len('["model.layers.000000.weight",0],')
     for traffic, size in ((few[0], 8), (many[0], 64)):
-        # Who has which box, once for all tensors.
+        # Which rank has which box, once for all tensors.
         assert traffic.answers["boxes"] < names + size * len("[[[100, 101], [0, 64]], [[100, 101]]],") + SLACK
         assert traffic.answers["arrive"] < SLACK

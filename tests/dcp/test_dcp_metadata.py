@@ -1,4 +1,4 @@
-"""The ``.metadata`` beside the manifest: other tools find the checkpoint by it, and nobody gets values through it."""
+"""The ``.metadata`` beside the manifest: other tools find the checkpoint by it, but read no values through it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_it_lives_and_goes_with_its_checkpoint(saved, tmp_path):
 
 
 def test_a_run_lets_it_go_with_its_checkpoint(tmp_path):
-    """By retention and by the command, also where ``files=`` is noted. Mutant: a second list of what is ours."""
+    """By retention and by the command, also where ``files=`` is noted. Mutant: a second list of fastckpt's files."""
     for name in ("step-1", "step-2"):
         about = {"lineage": {"order": int(name[-1]), "forks": [], "files": ["config.json"]}}
         writer = Writer(tmp_path / name, files={"config.json": "{}"}, metadata=about)

@@ -90,7 +90,7 @@ def load(topology, path, io="auto"):
     ]
 
 
-# What the last loads of this rank did.
+# The reports of this rank's last loads.
 report = []
 
 
@@ -204,7 +204,7 @@ def test_numbers_may_stand_for_other_parameters_under_other_keys(forge, tmp_path
 
 
 def save_stages(path):
-    """Different keys on each rank, and one that all have."""
+    """Different keys on each rank, and one on all."""
     rank = dist.get_rank()
     state = {f"stage{rank}": {"w": torch.full((5,), float(rank))}, "shared": torch.ones(2), "step": 7}
     dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
@@ -271,7 +271,7 @@ def test_a_value_is_that_of_one_rank_whole(forge, tmp_path):
 
 
 class Cutting(DefaultSavePlanner):
-    """Gives the parts of tensors by itself, so that nobody knows of a mesh."""
+    """Gives the parts of tensors itself, so that no mesh is known."""
 
     def resolve_data(self, write_item):
         made = super().resolve_data(write_item)
@@ -318,7 +318,7 @@ def test_what_a_planner_leaves_out_of_all_plans_is_not_saved(forge, tmp_path, re
 
 
 class LeavingToOne(DefaultSavePlanner):
-    """Leaves what is bad out of all plans, or of all but that of one rank."""
+    """Leaves the bad value out of all plans, or of all but one rank's."""
 
     def __init__(self, rank):
         super().__init__()
@@ -334,7 +334,7 @@ class LeavingToOne(DefaultSavePlanner):
 
 
 def save_left_out(path, *, chosen):
-    """A value that cannot be stored, on the first rank, and one that can, on the other one."""
+    """A value that cannot be stored on the first rank, and one that can on the other."""
     state = {"w": torch.ones(3), "bad": dist.get_rank() or Unsaved()}
     planner = LeavingToOne(chosen)
     dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=planner)
@@ -347,7 +347,7 @@ def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_pat
         group.start(save_left_out, tmp_path / "none", chosen=chosen)
         outcomes = group.outcomes()
     assert list(fastckpt.load(tmp_path / "c")) == ["w"]
-    # Of a value the lowest rank's is stored, whosever plan has it.
+    # The lowest rank's value is stored, whichever plan has it.
     assert all("Unsaved is not supported" in each.raised.text for each in outcomes)
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
@@ -409,7 +409,7 @@ def test_plans_may_be_kept_for_later_saves(forge, tmp_path, caching):
 
 
 def save_by_itself(path):
-    """Each rank to a path of its own, while the other waits for it."""
+    """Each rank to its own path, while the other waits for it."""
     own = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     copies = distribute_tensor(torch.arange(40.0), mesh, [Replicate()])
@@ -508,7 +508,7 @@ def test_a_writer_that_was_not_told_of_the_group_says_so(forge, tmp_path):
 
 
 class Unsaved:
-    """Of a class that nothing is known of."""
+    """Of a class that the writer does not know."""
 
 
 def save_bad(path, *, bad):
@@ -609,7 +609,7 @@ def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
 
 
 def save_bad_texts(path):
-    """What a save says whose structure is none, and whether it wrote anything."""
+    """The error of a save whose structure is invalid, and whether it wrote anything."""
     texts = mock.patch.object(AgreedByRanks, "texts", ("1", "[null]", None))
     with texts, mock.patch.object(process_group, "_write") as write:
         try:

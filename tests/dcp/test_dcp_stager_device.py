@@ -1,4 +1,4 @@
-"""The stager with tensors of a device: brought together, on streams of their own, and never left to run."""
+"""The stager with tensors of a device: gathered on the stager's streams, and waited for in every case."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_on_a_device_is_staged_as_of_the_call():
         "host": matrix.clone(),
     }
     for turn in range(2):
-        # What the stream was asked for before comes first.
+        # Earlier work of the stream comes first.
         device.add_(turn)
         expected = matrix + turn
         events = faults.events

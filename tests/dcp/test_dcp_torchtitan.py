@@ -20,7 +20,7 @@ def forge():
 
 @pytest.fixture(scope="module")
 def straight(forge, tmp_path_factory):
-    """How a run of torchtitan's own manager ends, which nothing disturbs."""
+    """The end of an undisturbed run of torchtitan's own manager."""
     with forge.group(2) as group:
         return group.run(titan.train, tmp_path_factory.mktemp("straight"), 7, "stock", timeout=240)
 

@@ -38,7 +38,7 @@ KINDS = {**WITH_TENSORS, **PLAIN}
 
 
 def save(path, how, kind, numbers, options):
-    """Save with all ranks, each a value of its number; what the log says, and the report's warnings."""
+    """Save with all ranks, each a value of its number; the log, and the report's warnings."""
     state = {"layers": {"0": {"weight": KINDS[kind](numbers[dist.get_rank()])}}, "w": torch.ones(3)}
     warnings = None
     with logged.warnings() as texts:
@@ -53,7 +53,7 @@ def save(path, how, kind, numbers, options):
 
 
 def saved(group, path, kind, numbers, how="writer", **options):
-    """What every rank says about a save, and what the file has."""
+    """Every rank's report of a save, and the stored value."""
     said = group.run(save, str(path), how, kind, numbers, options)
     assert all(one == said[0] for one in said)
     texts, warnings = said[0]
@@ -199,7 +199,7 @@ def test_other_options_on_a_rank_are_no_difference_of_values(lasting, tmp_path):
 
 
 def save_of_ranks(path, count):
-    """Values under keys of their own, and more values that differ than a report lists."""
+    """Values under separate keys, and more different values than a report lists."""
     rank = dist.get_rank()
     state = {"loader": {f"dp_rank_{rank}": bytes([rank]) * 5000, "world_size": 2}, f"rng_{rank}": np.full(3, rank)}
     state |= {"values": {f"{number:03d}": rank for number in range(count)}}
@@ -220,7 +220,7 @@ def test_values_under_keys_of_ranks_are_silent_and_long_lists_are_cut(lasting, t
 
 
 def save_on_devices(path, number):
-    """A value with a tensor on a device of this rank alone."""
+    """A value with a tensor on a device that only this rank uses."""
     device = torch.device(standin.NAME, dist.get_rank())
     writer = Writer(path, ranks=Ranks(timeout=60))
     dcp.save({"pair": (1, torch.full((3,), float(number[dist.get_rank()])).to(device))}, storage_writer=writer)

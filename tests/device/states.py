@@ -1,4 +1,4 @@
-"""What the tests save."""
+"""The states that the tests save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def host_state() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """A training state, of which some belongs to the host."""
+    """A training state, partly on the host."""
     return {
         "model": {"w": torch.randn(300, 300).to(DEVICE), "b": torch.nn.Parameter(torch.randn(7).to(DEVICE))},
         "optimizer": {"state": {0: {"step": torch.tensor(5.0), "exp_avg": torch.randn(300, 300)}}},

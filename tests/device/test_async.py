@@ -30,7 +30,7 @@ def state_of(parameters):
 
 @contextmanager
 def _held():
-    """Inside, copies from the device do not end, until the function is called."""
+    """Inside, copies from the device do not end until the function is called."""
     if devices.IS_STANDIN:
         with faults.held() as go:
             yield go
@@ -168,7 +168,7 @@ class TestAsync(OnDevice):
             assert fastckpt.load(self.target) == {"old": 1}
 
     def test_memory_that_is_freed_while_it_is_copied(self):
-        """As sharded modules free theirs: the tensors stay, and their memory is somebody else's."""
+        """As sharded modules free theirs: the tensors stay, and their memory is reused."""
         for turn in range(3):
             state = state_of(trained()[0])
             devices.busy()
@@ -208,7 +208,7 @@ class TestAsync(OnDevice):
 
 
 class TestAsyncOnTheStandin(OnDevice):
-    """Copies that do not come until they may, and what is counted meanwhile."""
+    """Copies that wait until the test lets them go, and the counts meanwhile."""
 
     on = "standin"
 
@@ -232,7 +232,7 @@ class TestAsyncOnTheStandin(OnDevice):
             assert asked > streams, "the copies wait for the caller's stream"
             assert faults.stream_waits[me] > asked, "the caller's stream waits for the copies"
             assert not pending.done()
-            # The step has been asked for, and is not done.
+            # The step is requested, and not done.
             assert [float(devices.there(parameter).min()) for parameter in self.parameters] == [1, 2, 3]
             go()
             report = pending.result(60)
@@ -323,7 +323,7 @@ class TestAsyncOnTheStandin(OnDevice):
                 call()
             assert not self.target.exists(), name
             fastckpt.background.drain(60)
-        # Of another stream than the one that is captured, all is well.
+        # The capture of another stream disturbs no save.
         with standin.capturing(standin.Stream(OTHER)):
             pass
         fastckpt.save(into, self.target)

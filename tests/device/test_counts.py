@@ -1,4 +1,4 @@
-"""What copies cost beside the copying: calls into Python, events, waits, and bytes that the processor moves."""
+"""The overhead of copies: calls into Python, events, waits, and bytes that the processor moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.standin import faults
 MIB = 1 << 20
 #: Bytes that one call of the core's hands over, at least, but for the ends of files and of workers' shares.
 BATCH = 16 * MIB
-#: Calls for what is left over: one for each worker, and one.
+#: Calls for the remainder: one for each worker, and one.
 THREADS = 2
 SPARE = THREADS + 1
 
@@ -58,7 +58,7 @@ class TestCounts(OnDevice):
 
     @each("count", [1, 3, 700])
     def test_calls_into_python_go_with_bytes_alone(self, count):
-        """At most one for 16 MiB, which is less than 70 for a GB, whatever the tensors are."""
+        """At most one for 16 MiB, which is less than 70 for a GB, for any tensors."""
         total = 160 * MIB
         each_has = total // count // 4
         state = {str(index): torch.full((each_has,), float(index), device=DEVICE) for index in range(count)}
@@ -79,7 +79,7 @@ class TestCounts(OnDevice):
 
     @each("lazy", [False, True])
     def test_a_snapshot_takes_no_call_at_all(self, lazy):
-        """What is on devices does not pass through the core."""
+        """Tensors on devices do not pass through the core."""
         state = {str(index): torch.full((4 * MIB,), float(index), device=DEVICE) for index in range(3)}
         with calls_into_python() as counts:
             report = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=lazy)).result(60)

@@ -1,4 +1,4 @@
-"""What only CUDA has: graphs, pinned memory, its allocator, sharded modules, and time. Not run on the stand-in."""
+"""Features of CUDA alone: graphs, pinned memory, its allocator, sharded modules, and time. Not run on the stand-in."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class TestPinnedMemory(OnDevice):
             assert not getattr(outcome, "warnings", ()), name
 
     def test_an_error_stays_in_the_thread_that_has_it(self):
-        """What the way to pin memory rests on."""
+        """The assumptions of pinning."""
         data = np.zeros(1 * MIB, np.uint8)
         address = -(-data.ctypes.data // 4096) * 4096
         results = []
@@ -163,7 +163,7 @@ class TestAllocator(OnDevice):
 
     @each("configuration", ["expandable_segments:True", "backend:cudaMallocAsync"])
     def test_other_configurations(self, configuration):
-        """The same tests in a process whose allocator is another."""
+        """The same tests in a process with another allocator."""
         tests = [
             "device.test_async.TestAsync",
             "device.test_load.TestLoad",
@@ -288,7 +288,7 @@ class TestTime(OnDevice):
                 optimizer.step()
                 stalls.append(time.perf_counter() - began)
             assert waits == []
-            # The step has been asked for, and waits for the copies, which wait for what the stream was busy with.
+            # The step is requested, and waits for the copies, which wait for the stream's earlier work.
             assert not torch.cuda.current_stream().query() or stalls[-1] > 0.3
             report = pending.result(60)
             assert report.stall <= stalls[-1]

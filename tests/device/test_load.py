@@ -66,7 +66,7 @@ class TestLoad(OnDevice):
         assert same({name: value.contiguous() for name, value in to_host(into).items()}, state)
 
     def test_a_load_does_not_overtake_the_callers_stream(self):
-        """What the stream was asked for before the load is done before, also to the tensors that are filled."""
+        """The stream's earlier work is done before the load, also on the tensors that are filled."""
         fastckpt.save({"w": torch.arange(1_000_000)}, self.path / "c")
         into = {"w": torch.zeros(1_000_000, dtype=torch.int64, device=DEVICE)}
         devices.fill_later(into["w"], 7)
@@ -268,7 +268,7 @@ class TestLoadOnTheStandin(OnDevice):
             assert 0 < faults.largest <= 16 * MIB
 
     def test_a_load_waits_for_its_copies_whoever_else_loads(self):
-        """Another load begins and ends in the middle of its copies, and has not waited for the rest of them."""
+        """Another load begins and ends in the middle of its copies, without waiting for the rest."""
         state = {"w": torch.randint(0, 1 << 30, (3_000_000,), dtype=torch.int32)}
         fastckpt.save(state, self.path / "c")
         fastckpt.save({"w": torch.zeros(10)}, self.path / "other")

@@ -26,7 +26,7 @@ class TestMovers(OnDevice):
     @each("is_strided", [False, True])
     @each("together", [False, True])
     def test_elements_that_a_block_cuts_arrive_whole(self, is_strided, together):
-        """Not what the plan does for aligned tensors, but what a foreign file may ask for."""
+        """No plan of aligned tensors cuts an element, but a foreign file may."""
         value = torch.randn(40, 25, dtype=torch.float64)
         moved = value.t().contiguous().to(DEVICE).t() if is_strided else value.to(DEVICE)
         out = np.zeros(8000, np.uint8)
@@ -77,12 +77,12 @@ class TestMovers(OnDevice):
 
 
 class TestRanks(OnDevice):
-    """What one rank compares with others of its state."""
+    """The part of its state that a rank compares with others."""
 
     late = 0.0
 
     def test_tensors_are_compared_by_their_logical_bytes(self):
-        """What a rank tells is that of the same tensors in host memory, however they lie on the device."""
+        """A rank sends the same as for these tensors in host memory, whatever their layout on the device."""
         state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
         state["large"] = torch.randn(64 << 10, 3)
         moved = on_device(state)
@@ -117,7 +117,7 @@ class TestRanks(OnDevice):
 
 
 def told(state, replicas):
-    """What the first of two ranks tells of a state that both hold."""
+    """What the first of two ranks sends of a state that both hold."""
     local = local_of(state, 0, [0, 1])
     assert local.request.sources.devices in ((DEVICE,), ())
     tensors = local.request.flat.tensors
@@ -171,7 +171,7 @@ class TestStaging(OnDevice):
                 ends = memory.core.address, memory.core.address + memory.nbytes
                 assert all(ends[0] <= address and address + nbytes <= ends[1] for address, nbytes in seen)
                 seen.clear()
-        # What takes part is in host memory alone, and nothing is lent.
+        # All tensors are in host memory, and nothing is lent.
         fastckpt.background.release_buffers()
         fastckpt.save({"w": torch.ones(3).expand(3), "t": torch.ones(3, 4).t()}, self.path / "c")
         fastckpt.load(self.path / "c", dtype="bfloat16")

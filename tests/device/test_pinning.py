@@ -31,12 +31,12 @@ def _small_pieces():
 
 
 def ordered(calls):
-    """What was asked of the runtime, without threads."""
+    """The calls of the runtime, without threads."""
     return [call[1] for call in calls]
 
 
 class TestPinning(OnDevice):
-    """Whatever is pinned, the bytes are right."""
+    """The bytes are right, pinned or not."""
 
     @each("pin", [True, False, 3 * MIB, "2MB", 0])
     @each("lazy", [False, True])

@@ -57,7 +57,7 @@ class TestShipped(OnDevice):
         assert same(fastckpt.load(self.path / "c"), expected)
 
     def test_pieces_are_bounded(self):
-        """No piece that is made on the device is larger than what other copies gather there."""
+        """No piece made on the device is larger than the buffers of other copies there."""
         made = []
 
         def noting(parts):

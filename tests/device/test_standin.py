@@ -1,4 +1,4 @@
-"""The stand-in itself: that it is late, in order, and shows what a real device would not forgive."""
+"""The stand-in itself: it is late, in order, and detects misuse that a real device would punish."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class TestKeys(OnDevice):
 
 
 class TestMapped(OnDevice):
-    """``mmap=True``: what is on a device is copied from the pages, once they have been checked."""
+    """``mmap=True``: tensors on a device are copied from the pages, once those have been checked."""
 
     def save(self):
         state = host_state()
@@ -252,7 +252,7 @@ class TestDcp(OnDevice):
 
 @contextmanager
 def ignored():
-    """Inside, torch may say that this is one process alone."""
+    """Inside, torch's warnings about a single process are ignored."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated")
@@ -277,7 +277,7 @@ def captured():
 
 
 class TestCapture(OnDevice):
-    """While a stream is captured, nothing can be copied: that is said before anything is touched."""
+    """While a stream is captured, nothing can be copied: the error comes before anything changes."""
 
     def test_saves(self):
         state = {"w": torch.ones(1000, device=DEVICE)}
@@ -302,7 +302,7 @@ class TestCapture(OnDevice):
             for read in (lambda: opened["w"], lambda: opened.tensor("w")[slice(2, 4)]):
                 with raises(RuntimeError, "^open: .*captured"):
                     read()
-            # What takes no part may go on.
+            # Other calls may go on.
             assert fastckpt.load(self.path / "c")["w"].sum() == 1000
         devices.synchronize()
         assert not there(into["w"]).any()
@@ -311,7 +311,7 @@ class TestCapture(OnDevice):
 
 
 class TestPinningOnTheStandin(OnDevice):
-    """What a report says of memory that cannot be pinned."""
+    """The report's text about memory that cannot be pinned."""
 
     on = "standin"
 

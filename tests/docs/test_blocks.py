@@ -1,6 +1,6 @@
 """Every block of code in the documents: programs are run, commands are parsed, data is read.
 
-``text`` marks what somebody sees: output, a listing, a synopsis. The page shows it as it shows any other block.
+``text`` marks output, a listing or a synopsis. The page shows it as it shows any other block.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def commands(text):
 
 
 def wrong(words):
-    """What is wrong with a command, or None."""
+    """The fault of a command, or None."""
     while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] in {"sudo", "time", "-v"}):
         words = words[1:]
     if ">" in words:
@@ -168,7 +168,7 @@ def wrong(words):
 
 
 class Parsed(BaseException):
-    """A command line is what its command takes. The command itself reports whatever is an ``Exception``."""
+    """A command line fits its command. The command itself reports whatever is an ``Exception``."""
 
 
 def parsed(arguments):

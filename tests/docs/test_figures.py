@@ -97,6 +97,6 @@ def brightness(colour):
 @pytest.mark.parametrize("ink", ["ink", "dim"])
 @pytest.mark.parametrize("under", ["ground", "grey", "blue", "green", "amber"])
 def test_words_can_be_read_in_light_and_in_dark(theme, ink, under):
-    """A contrast of 4.5 to 1, which WCAG asks for."""
+    """A contrast of 4.5 to 1, as WCAG requires."""
     dark, bright = sorted(brightness(figures.COLOURS[each][theme]) for each in (ink, under))
     assert (bright + 0.05) / (dark + 0.05) >= 4.5

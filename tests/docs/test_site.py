@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What a page loads without being asked, by tag.
+#: The attributes by which a page loads files, by tag.
 LOADS = {"img": "src", "script": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 #: What stands in the head of a page about other pages, and loads nothing.
 RELATIONS = {"index", "search", "next", "prev", "canonical"}
@@ -90,7 +90,7 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
 
 
 def test_each_page_says_for_whom_it_is(site, pages):
-    """In its first line, with what they will find there. The reference of a module says what the module is."""
+    """In its first line, with the page's contents. The reference of a module describes the module."""
     others = {"genindex.html", "py-modindex.html", "search.html", "code-of-conduct.html"}
     found = [file for file in pages if file.name not in others and file.parent.name not in {"api", "_modules"}]
     assert len(found) > 60

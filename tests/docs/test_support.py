@@ -1,4 +1,4 @@
-"""What ran, and what did not: the page is what its data say, each row of scripts/matrix is there, runs are kept."""
+"""What ran, and what did not: the page agrees with its data, each row of scripts/matrix is there, runs are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every error class stands there, and each message that it names is what fastckpt says."""
+"""docs/troubleshooting.md: every error class is there, and each message that it names is fastckpt's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def replaced(path):
 
 
 def silent(path):
-    """A group of two, of which one never comes."""
+    """A group of two, one of which never arrives."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=2)
@@ -119,7 +119,7 @@ MESSAGES = {
     "No space left on device": (full, OSError),
     "but a run was here": (astray, exceptions.CheckpointError),
 }
-#: What is no exception.
+#: A message in the log, not an exception.
 LOGGED = "blocked by a seccomp profile"
 
 

@@ -1,4 +1,4 @@
-"""Runs rows and mutants, part by part, and keeps what came of them."""
+"""Runs rows and mutants, part by part, and keeps the results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from faults.row import Row
 
 ROOT = Path(__file__).parents[2]
-#: A part that hangs is one that found something: seconds.
+#: Seconds after which a part hangs, which is a finding.
 LONGEST = 3600
 
 
 def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, mutant: str = "") -> dict[str, Any]:
-    """Run a part of a row in a process of its own, perhaps with a mutant of the product; what came of it."""
+    """Run a part of a row in a separate process, perhaps with a mutant of the product; the result."""
     given = {"tier": tier, "seed": seed, "trials": trials, "most": most}
     with tempfile.TemporaryDirectory(prefix="fastckpt-part-") as folder:
         path = Path(folder, "result")
-        # What is tried is the package of this process, but for a mutant.
+        # The tested package is that of this process, except for a mutant.
         given_paths = [os.environ.get("PYTHONPATH", "")]
         paths = [*([str(mutants.built())] if mutant else []), str(ROOT / "tests"), *filter(None, given_paths)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), mutants.SWITCH: mutant}
@@ -56,19 +56,19 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The kind of this one."""
+    """The kind of this processor."""
     kernel = ".".join(platform.release().split(".")[:2])
     return f"{platform.system()} {kernel}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 @dataclass
 class Campaign:
-    """What is run, and the file with what came of it: parts that are in it are not run again.
+    """A campaign, and the file with its results: parts that are in it are not run again.
 
     Attributes:
-        path: of the file.
-        tier: which one.
-        seed: the first one.
+        path: the file.
+        tier: the tier of trials.
+        seed: the first seed.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class Campaign:
         new.replace(self.path)
 
     def run_rows(self, rows: Iterable[Row]) -> int:
-        """Run all parts of these rows that are not there yet; returns the number of violations."""
+        """Run all missing parts of these rows; returns the number of violations."""
         wrong = 0
         for row in rows:
             parts = self.document["parts"].setdefault(row.name, [])

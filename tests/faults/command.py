@@ -13,7 +13,7 @@ from faults.rows import rows
 
 
 def main() -> int:
-    """Run what is asked for; 1 if a promise was broken or a mutant got through."""
+    """Run the requested rows; return 1 if a promise was broken or a mutant was not caught."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description="Inject faults, and count what is lost."
     )
@@ -21,13 +21,13 @@ def main() -> int:
     parser.add_argument("--row", type=int, action="append", help="number of a row; repeat it for several")
     parser.add_argument("--name", action="append", help="name of a row; repeat it for several")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, help="the file to go on with, and to write")
+    parser.add_argument("--results", type=Path, help="the file to continue and to write")
     parser.add_argument("--list", action="store_true", help="only name the rows")
     parser.add_argument("--page", action="store_true", help="only write docs/reliability.md from --results")
     parser.add_argument("--no-rows", action="store_true", help="only the mutants")
     parser.add_argument("--no-mutants", action="store_true", help="only the rows")
     options = parser.parse_args()
-    # Rows that are tests set up nothing twice: nobody answers this by hand.
+    # The default for rows that are tests.
     os.environ.setdefault("PYTHONWARNINGS", "default")
     chosen = [
         row

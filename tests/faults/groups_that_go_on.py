@@ -1,10 +1,10 @@
-"""Groups of ranks that something happens to, and that go on: drawn events at drawn entry points.
+"""Groups of ranks that continue after an event: drawn events at drawn entry points.
 
-A trial has a group of two to four processes, which make the same call five times. They meet before each, as training
-does, or come as they are. At one of the calls something happens: a rank misses it, its state cannot be saved, it stands
-still, the store of the group does, or its program leaves the manager. What that call says is free, and of ranks that do
-not meet the next one, too. All later calls must succeed on all ranks. What any rank was told is saved must be there and
-be of one call; where a rank was told that nothing was committed, nothing may be.
+A trial has a group of two to four processes, which make the same call five times. They meet before each, as in
+training, or do not. At one of the calls something happens: a rank misses it, its state cannot be saved, it is stopped,
+the store of the group is, or its program leaves the manager. Any outcome of that call is allowed and, for ranks that do
+not meet, of the next one. All later calls must succeed on all ranks. If a rank's save returned, the checkpoint must be
+there and belong to one call; if a rank's error says that nothing was committed, nothing may be there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fastckpt.distributed import Ranks
 from harness import groups, parallel
 
 CALLS = 5
-#: Seconds after which a rank is missed in the call that something happens to, and in the others.
+#: Seconds after which a rank is missed in the call with the event, and in the others.
 SHORT, LONG = 1.5, 60.0
 ONE_THREAD = fastckpt.IO(threads=1)
 NOTHING = "nothing was committed"
-#: What may go wrong for the program.
+#: The exceptions that the program may get.
 FAILURES = (fastckpt.CheckpointError, RuntimeError, ValueError, OSError, CheckpointException)
 
 
@@ -43,18 +43,18 @@ class LeftError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """What is drawn.
+    """A drawn trial.
 
     Attributes:
-        size: how many ranks.
-        entry: what they call.
-        event: what happens.
-        odd: the rank that it happens to.
-        at: the call.
+        size: the number of ranks.
+        entry: the called function.
+        event: the event.
+        odd: the rank of the event.
+        at: the call of the event.
         meets: whether ranks meet before each call.
         store: which process has the store.
-        after: seconds from the beginning of the call until something stands still; 0: the call begins when it does.
-        still: seconds for which it does.
+        after: seconds from the beginning of the call until the stop; 0: the call begins with it.
+        still: the seconds of the stop.
     """
 
     size: int
@@ -70,8 +70,8 @@ class Trial:
     @property
     def free(self) -> list[int]:
         """The calls that may fail."""
-        # Nothing tells restores apart: a rank that has missed one is taken for a late one first. And a manager's next
-        # save tells of the last one in the background, where that has failed after the wait for it: on one rank, maybe,
+        # Nothing distinguishes restores: a rank that has missed one is first taken for a late one. And a manager's next
+        # save reports the last one in the background, if that failed after the wait for it: perhaps on one rank only,
         # for which the others then wait.
         told_next = (
             self.entry == "manager_without_wait"
@@ -84,12 +84,12 @@ class Trial:
 
     @property
     def short(self) -> list[int]:
-        """The calls that need not wait for long."""
+        """The calls with a short timeout."""
         return self.free if self.entry in MANAGED else [self.at]
 
 
 def state(number, *, bad=False):
-    """A state of which each element says of which call it is."""
+    """A state in which each element shows its call."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.full((64, 100), float(number))
     made = {"w": parallel.distributed(whole, mesh, [Shard(0)]), "b": torch.full((7,), float(number)), "step": number}
@@ -97,18 +97,18 @@ def state(number, *, bad=False):
 
 
 def save_over(path, number):
-    """One save of a rank, over the one before."""
+    """One save of a rank, over the previous one."""
     fastckpt.distributed.save(state(number), f"{path}/step", ranks=Ranks(timeout=LONG), io=ONE_THREAD)
 
 
 class Alone:
-    """The calls of a program without a manager. ``path`` is where, and ``call`` makes the one of a number."""
+    """The calls of a program without a manager. ``call`` makes the call of a number, to ``path``."""
 
     def __init__(self, path, entry):
         self.path, self.entry = path, entry
 
     def prepare(self):
-        """Make what there is to load."""
+        """Make the checkpoints to load."""
         if self.entry in {"load", "dcp_load"}:
             for number in range(CALLS):
                 fastckpt.distributed.save(
@@ -120,13 +120,13 @@ class Alone:
         getattr(self, self.entry)(number, timeout, bad)
 
     def save(self, number, timeout, bad):
-        """Each to a path of its own."""
+        """Each save to a separate path."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_over(self, number, timeout, bad):
-        """Each over the one before."""
+        """Each save over the previous one."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
@@ -139,7 +139,7 @@ class Alone:
         ).result(LONG)
 
     def dcp_save(self, number, timeout, bad):
-        """By torch's own function."""
+        """By torch's function."""
         writer = fastckpt.dcp.Writer(f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         torch_dcp.save(state(number, bad=bad), storage_writer=writer)
 
@@ -152,19 +152,19 @@ class Alone:
         self.compare(into, number)
 
     def load(self, number, timeout, bad):
-        """Each of another path, so that they can be told apart."""
+        """Each from another path, so that they are distinguishable."""
         name = "none" if bad else f"there-{number}"
         found = fastckpt.distributed.load(f"{self.path}/{name}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         self.compare(found, number)
 
     def compare(self, found, number):
-        """Whether what is loaded is that of the number."""
+        """Check that the loaded state is that of the number."""
         if (found["step"], *found["b"].tolist()) != (number, *[float(number)] * 7):
             raise AssertionError(f"{found['step']} in the place of {number}")
 
 
 class Managed:
-    """The calls of a program with a manager. ``path`` is the run."""
+    """The calls of a program with a manager. ``path`` is the directory of the run."""
 
     def __init__(self, path, entry, odd):
         self.entry = entry
@@ -173,13 +173,13 @@ class Managed:
         )
 
     def prepare(self):
-        """Make what there is to restore."""
+        """Make the checkpoint to restore."""
         if self.entry == "restore":
             self.manager.save(1, state(1), force=True)
             self.manager.wait()
 
     def call(self, number, timeout, bad):
-        """What a program does at one step."""
+        """One step of a program."""
         manager, step = self.manager, number + 1
         manager._ranks._given = Ranks(timeout=timeout)
         if self.entry == "restore":
@@ -202,7 +202,7 @@ EVENTS = ("missed", "between", "bad", "leaves", "rank stands still", "store stan
 
 
 def rank(trial, path):
-    """What one rank does; what each call has told it."""
+    """The work of one rank; returns the outcome of each call."""
     told = []
     while len(told) < CALLS:
         try:
@@ -218,7 +218,7 @@ def rank(trial, path):
         except LeftError:
             told.append("left")
         except FAILURES as error:
-            # Those whose manager another rank has left leave it, too.
+            # If another rank has left the manager, these leave it, too.
             if trial.event != "leaves":
                 raise
             told.append(f"{type(error).__name__}: {error}")
@@ -228,7 +228,7 @@ def rank(trial, path):
 
 
 def one_life(trial, program, told, path):
-    """Make the calls that are left."""
+    """Make the remaining calls."""
     for number in range(len(told), CALLS):
         if trial.meets:
             dist.barrier()
@@ -256,7 +256,7 @@ def one_life(trial, program, told, path):
 
 
 def wrong_with(trial, told, path):
-    """What is wrong with what the ranks were told and with what is there, or nothing."""
+    """The fault of the ranks' outcomes or of the checkpoints, or nothing."""
     for number in range(CALLS):
         said = [each[number] for each in told]
         wrong = [each for each in said if each != "ok" and not tells_of_an_earlier_save(trial, each, number + 1)]
@@ -296,7 +296,7 @@ def wrong_with(trial, told, path):
 
 
 def tells_of_an_earlier_save(trial, said, step):
-    """Whether a save that has begun has told of one before, whose end nobody has waited for."""
+    """Whether a new save has reported an earlier one whose end was not awaited."""
     about = re.match(r"\w+: save: \S*/step-(\d+): ", said)
     return trial.entry == "manager_without_wait" and about is not None and int(about[1]) < step
 
@@ -314,7 +314,7 @@ def not_of(path, step):
 def drawn(draw):
     """A trial."""
     entry = draw.choice((*ALONE, *MANAGED))
-    # torch's own collectives are where ranks of dcp meet: nobody can miss a call. A restore is like the one before.
+    # Ranks of dcp meet in torch's collectives, so no rank can miss a call. All restores are alike.
     together = entry.startswith("dcp") or entry == "restore"
     events = [
         each
@@ -338,7 +338,7 @@ def drawn(draw):
 
 
 def wrong_of(forge, trial, path):
-    """One trial; what is wrong, or nothing."""
+    """One trial; its fault, or nothing."""
     Path(path).mkdir(parents=True)
     with forge.group(trial.size, store=trial.store) as group:
         group.start(rank, trial, str(path))

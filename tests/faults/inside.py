@@ -1,4 +1,4 @@
-"""One part of a row, in a process of its own: ``python -m faults.inside NAME``, with a JSON object of its arguments."""
+"""One part of a row, in a separate process: ``python -m faults.inside NAME``, with a JSON object of its arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from faults.rows import rows
 
 
 def _cpu() -> float:
-    """Seconds of the processor, of this process and of those that it has waited for: also where others disturb it."""
+    """CPU seconds of this process and of those that it has waited for, independent of other load."""
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in both)
 
 
 def main() -> int:
-    """Run it and write what came of it to the file ``to``."""
+    """Run it and write the result to the file ``to``."""
     name, text = sys.argv[1:]
     given = json.loads(text)
     began = time.monotonic()

@@ -1,23 +1,23 @@
-"""Kills a run within its saves, its removals and its restore, and looks after each kill at what is there.
+"""Kills a run within its saves, its removals and its restore, and checks the checkpoints after each kill.
 
 A child forked for each round restores, saves and removes as fast as it can, with ``keep=1`` or 4, and tells its parent
 when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
-or has it preempted: then the step that it is at must be durable. After each kill another child must be able to restore,
-without a warning, the newest step that was acknowledged or a later one, bit for bit. The oracle, the acknowledged step,
-is the parent's alone.
+or preempts it: then its current step must be durable. After each kill another child must be able to restore,
+without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent has the oracle,
+the acknowledged step.
 
-The number of the round lies in its states, so that what was saved later is known. In some rounds the child goes back to
+The states contain the number of the round, which shows their order. In some rounds the child goes back to
 an older step first, with or without removing the newer ones, and begins a branch from there. Once a step of it is
-acknowledged, nothing of the branch that it has left may be restored, however high its steps are.
+acknowledged, nothing of the abandoned branch may be restored, however high its steps are.
 
 With a remote tier, a directory or the bucket of a server of S3 on loopback, which is not killed and keeps one
-checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest step that was
-acknowledged as drained, or a later one. What a run was about to remove, and was killed, may still be drained, and
-counts for nothing. In one round out of eight the local tier is lost whole: what was drained is then all that was
-acknowledged, and the next child fetches it.
+checkpoint, the drain is also a phase. After each kill the remote tier alone must have the newest step that was
+acknowledged as drained, or a later one. A checkpoint that a killed run was about to remove may still be drained, and
+does not count. In one round out of eight the whole local tier is lost: then only drained steps count as
+acknowledged, and the next child fetches the newest.
 
-With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, as a
-job is, or one of them well before the others, as a node fails.
+With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, like a
+job, or one of them well before the others, as in the failure of a node.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ import numpy as np
 import fastckpt
 from harness import points
 
-#: What is imported at its first use is imported before any fork: else each child spends a fifth of a second on it.
+#: Imported before any fork, because the first use imports more, which would take each child a fifth of a second.
 Manager = fastckpt.Manager
 PHASES = ("restore", "rollback", "save", "retention")
-#: Those of a run with a remote tier: a drain begins, and a fetch.
+#: The phases of a run with a remote tier: a drain and a fetch.
 FAR = ("drain", "fetch")
-#: What the child tells, with branch and step: a phase begins, all that is newer is about to be removed, or a step is
-#: durable, or durable at the remote.
+#: The child's messages, with branch and step: a phase begins, all newer checkpoints are about to be removed, or a step
+#: is durable, or durable at the remote tier.
 MESSAGE = struct.Struct("=Bqq")
 KINDS = (*PHASES, *FAR, "discard", "acknowledged", "drained")
-#: Before the first.
+#: The place before the first step.
 NOTHING = (0, 0)
-#: In one round out of so many the local tier is lost; it is a preemption; it goes back.
+#: In one round out of this many the local tier is lost; there is a preemption; the child goes back.
 LOST, PREEMPTED, BACK = 8, 6, 3
-#: The longest time from the beginning of a phase to the kill, in seconds; of several ranks or with a store, and from
-#: the first kill to the next.
+#: The longest time from the beginning of a phase to the kill, in seconds; the same for several ranks or with a store;
+#: and from the first kill to the next.
 LONGEST, LONGEST_OF_MANY, APART = 0.012, 0.1, 0.1
 
 
 def state(branch, step):
-    """Several files, each of which says of which branch and step it is."""
+    """Several files, each with its branch and step."""
     model = {f"w{index}": np.full(20_000, 1_000_000 * branch + step + index) for index in range(4)}
     return {"model": model, "branch": branch, "step": step}
 
 
 def tell_of_copies(where, tell, before, after=None, *, branches=False):
-    """Have the copies that are asked for there tell when they begin, and when they are durable."""
+    """Have copies report their beginning and their durability."""
 
     def telling(copy):
         def told(sources, target, **options):
@@ -82,20 +82,20 @@ def tell_of_copies(where, tell, before, after=None, *, branches=False):
 
 
 def branch_of(path):
-    """Of which branch a checkpoint is."""
+    """The branch of a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         return checkpoint.structure["branch"]
 
 
 class Plan(NamedTuple):
-    """What a child does in a round.
+    """The work of a child in a round.
 
     Attributes:
-        number: which round.
-        keep: what its policy keeps.
+        number: the number of the round.
+        keep: the number of checkpoints that its policy keeps.
         asynchronous: whether it saves in the background.
-        fresh: whether nothing was ever acknowledged: a killed upload may have left traces that are no new beginning.
-        back: draws which older step it goes back to, and how; None where it goes on.
+        fresh: whether nothing was ever acknowledged: traces of a killed upload may then prevent a new run.
+        back: draws the older step to which it goes back, and how; None if it goes on.
         preempted: whether it answers SIGTERM.
         alone: whether it is the only rank.
     """
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 def train(directory, remote, tell, plan):
-    """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
+    """Restore, perhaps go back, and save and remove endlessly or until a preemption."""
 
     def telling(clear):
         return lambda tier, durable: (tell("retention", NOTHING), clear(tier, durable))[1]
@@ -119,7 +119,7 @@ def train(directory, remote, tell, plan):
     discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
-        # A copy may become durable while all that is newer is about to be removed.
+        # A copy may become durable while all newer checkpoints are about to be removed.
         with telling:
             if not discarded or place <= discarded[0]:
                 tell(kind, place)
@@ -161,16 +161,16 @@ def train(directory, remote, tell, plan):
 
 
 def place_of(found):
-    """Branch and step of what was restored."""
+    """Branch and step of the restored checkpoint."""
     return found.state["branch"], found.step
 
 
 def check(directory, remote, acknowledged, drained):
-    """Restore; what is wrong, or nothing."""
+    """Restore; returns the fault, or nothing."""
     warnings.simplefilter("error")
     wrong = wrong_with(directory, acknowledged, {} if remote is None else {"remote": remote})
     if remote is not None and not wrong:
-        # By itself, as for a node with an empty disk.
+        # Alone, as on a node with an empty disk.
         wrong = wrong_with(f"{directory}-none", drained, {"remote": remote})
         wrong = wrong and f"{remote}: {wrong}"
     return wrong
@@ -189,11 +189,11 @@ def wrong_with(directory, least, far):
         not np.array_equal(found.state["model"][name], value) for name, value in expected["model"].items()
     ):
         return f"step {place} is not what was saved"
-    # What a kill leaves of the small files is swept after a minute.
+    # Leftovers of small files are swept after a minute.
     for each in filter(os.path.isdir, [directory, *far.values()]):
         entries = [name for name in os.listdir(each) if not name.endswith(".new")]  # noqa: PTH208 - names are enough
         if far:
-            # Steps that wait for a slow remote are many by right.
+            # Many steps may wait for a slow remote tier.
             entries = [name for name in entries if name.startswith(".")]
         if len(entries) >= 20:
             return f"leftovers pile up: {entries}"
@@ -201,7 +201,7 @@ def wrong_with(directory, least, far):
 
 
 def in_children(work, count=1):
-    """Fork so many times; each child does ``work`` and ends. Returns their pids, and what they write."""
+    """Fork ``count`` times; each child does ``work`` and ends. Returns their pids, and the pipe of their messages."""
     reading, writing = os.pipe()
     pids = []
     for number in range(count):
@@ -215,7 +215,7 @@ def in_children(work, count=1):
             work(writing, number)
             status = 0
         except BaseException:  # noqa: BLE001 - it ends here whatever it is
-            # A rank that hears of the death of another one fails.
+            # A rank that learns of another's death fails.
             if count == 1:
                 traceback.print_exc()
         finally:
@@ -226,7 +226,7 @@ def in_children(work, count=1):
 
 
 class Ranks:
-    """Where the ranks of each round meet.
+    """The meeting point of the ranks of each round.
 
     Args:
         size: how many.
@@ -236,17 +236,17 @@ class Ranks:
         self.size = size
         self._rounds = 0
         if size > 1:
-            # In the parent: it takes a second.
+            # In the parent, because it takes a second.
             from torch import distributed
 
             self._torch = distributed
-            # The store has threads, and a lock that one of them holds would be held in each fork.
+            # The store has threads, and a lock of such a thread would stay held in each fork.
             _, pipe = in_children(lambda writing, _: self._keep_store(writing))
             self._port = int.from_bytes(os.read(pipe, 4), "little")
             os.close(pipe)
 
     def _keep_store(self, writing):
-        """Keep the store that the ranks of all rounds meet in, as long as the parent lives."""
+        """Serve the store in which the ranks of all rounds meet, as long as the parent lives."""
         parent = os.getppid()
         store = self._torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writing, store.port.to_bytes(4, "little"))
@@ -261,7 +261,7 @@ class Ranks:
             self._torch.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
 
     def kill(self, pids, seed, how):
-        """Kill them all, or tell one to end."""
+        """Kill all, or signal one to end."""
         self._rounds += 1
         seed.shuffle(pids)
         apart = seed.choice([0.0, 0.0, APART]) if self.size > 1 else 0.0
@@ -280,13 +280,13 @@ def keep_bucket(writing):
     server.client().create_bucket(Bucket=BUCKET)
     os.write(writing, server.url.encode())
     while os.getppid() == parent:
-        # What it was asked is of no use here.
+        # The requests are not needed here.
         server.forget()
         time.sleep(0.5)
 
 
 def store():
-    """Begin to serve S3, and have the environment lead there; the URL of the run."""
+    """Begin to serve S3, and set the environment variables for it; returns the URL of the run."""
     from harness.s3 import BUCKET, environment
 
     _, pipe = in_children(lambda writing, _: keep_bucket(writing))
@@ -296,10 +296,10 @@ def store():
 
 
 def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sure=False):
-    """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``.
+    """Train and kill; the newest acknowledged steps, and the newest drained ones, are put into ``known``.
 
-    Where a run was about to remove all that is newer than a place, the place and the round are put into ``left``.
-    With ``sure`` nobody is killed before there is one of each, however slow the machine is.
+    If a run was about to remove everything newer than a place, the place and the round are put into ``left``.
+    With ``sure`` the kill waits until there is one of each, however slow the machine is.
 
     Returns:
         Whether it was a preemption.
@@ -346,12 +346,12 @@ def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sur
             kind = heard()
             if kind is None:
                 raise RuntimeError("the children ended by themselves")
-            # Where nothing is there to be fetched, the check says what was lost.
+            # If there is nothing to fetch, the check reports the loss.
             after -= kind == phase or (phase, kind) == ("fetch", "save")
         time.sleep(delay)
     finally:
         ranks.kill(pids, seed, signal.SIGTERM if plan.preempted else signal.SIGKILL)
-    # What they told before they died is acknowledged, too.
+    # Messages from before their death also count.
     while heard() is not None:
         pass
     os.close(pipe)
@@ -359,24 +359,24 @@ def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sur
 
 
 def awaited(known, remote):
-    """The steps that a run without a kill comes to have."""
+    """The steps of a run without a kill."""
     return [known["acknowledged"]] if remote is None else list(known.values())
 
 
 def campaign(run, remote=None, size=1):
-    """Make the trials of a :class:`faults.row.Run`, with so many ranks.
+    """Make the trials of a :class:`faults.row.Run`, with ``size`` ranks.
 
     Args:
-        run: its trials are the kills.
-        remote: of :func:`store`, or a directory.
-        size: ranks.
+        run: the run, whose trials are the kills.
+        remote: a URL of :func:`store`, or a directory.
+        size: the number of ranks.
     """
     directory = str(run.place / "run")
     each = [phase for phase in PHASES if size == 1 or phase != "rollback"] + ["drain"] * (remote is not None)
     known = {"acknowledged": NOTHING, "drained": NOTHING}
     draw, ranks, phases, left = run.draw, Ranks(size), [], []
     for number in range(run.trials):
-        # Each as often as the others, in any order.
+        # Each phase equally often, in any order.
         phases = phases or draw.sample(each, len(each))
         phase = phases.pop()
         lost = remote is not None and (draw.randrange(LOST) == 0 or number == run.trials - 1)

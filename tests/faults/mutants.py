@@ -1,7 +1,7 @@
 """Mutants: the product with one guard dropped. Each must be caught by the rows that name it, or the campaign fails.
 
-All of them are in one copy of the sources, built once, and a variable of the environment chooses one. The copy lies in
-``target/`` and is never shipped. A change of the product that moves a patched line fails here, loudly.
+All of them are in one copy of the sources, built once, and an environment variable chooses one. The copy is in
+``target/`` and is never shipped. If a change of the product moves a patched line, this fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pub fn now_and_then(name: &str) -> bool {{
 
 
 class Patch(NamedTuple):
-    """A change of a file: ``old``, which is there once, becomes ``new``. In it, ``MUTANT`` is the question."""
+    """A change of a file: ``old``, which is there once, becomes ``new``, in which ``MUTANT`` is the condition."""
 
     file: str
     old: str
@@ -78,9 +78,9 @@ MUTANTS = {
     ),
     "made-parents-sync": _core(
         "commit/parents.rs",
-        '        sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;',
+        '        sync(at.as_fd()).map_err(Error::io("sync the parent directory of", path))?;',
         "        if !MUTANT {\n"
-        '            sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;\n        }',
+        '            sync(at.as_fd()).map_err(Error::io("sync the parent directory of", path))?;\n        }',
     ),
     "empty-directory-sync": _core(
         "commit/parents.rs",
@@ -164,17 +164,17 @@ MUTANTS = {
 
 
 def question(name: str, file: str) -> str:
-    """What asks in a file whether the mutant is wanted."""
+    """The condition in a file that the mutant is chosen."""
     if file.endswith(".rs"):
         return f'crate::mutant::on("{name}")'
     return f'(__import__("os").environ.get("{SWITCH}") == "{name}")'
 
 
 def patched() -> dict[str, str]:
-    """The files that mutants change, as they are in the copy.
+    """The texts in the copy of the files that mutants change.
 
     Raises:
-        AssertionError: a line that is to be patched is not there, or not once.
+        AssertionError: a line to patch is missing, or not unique.
     """
     found: dict[str, str] = {}
     for name, patch in MUTANTS.items():
@@ -190,7 +190,7 @@ def patched() -> dict[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # What is the same keeps its time, so that nothing is built twice.
+    # Unchanged files keep their times, so that nothing is built twice.
     if not path.exists() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -206,7 +206,7 @@ def _bring(copy: Path) -> None:
             _write(copy / name, changed[name].encode())
         elif (ROOT / name).exists():
             _write(copy / name, (ROOT / name).read_bytes())
-    # What the product has removed.
+    # Files that the product has removed.
     for folder in ("rust", "python"):
         for path in (copy / folder).rglob("*"):
             name = path.relative_to(copy).as_posix()
@@ -215,7 +215,7 @@ def _bring(copy: Path) -> None:
 
 
 def _build(copy: Path, core: Path) -> None:
-    # Quick to build, and quick enough to run.
+    # Quick to build, and fast enough.
     quick = {"LTO": "off", "CODEGEN_UNITS": "16", "OPT_LEVEL": "2"}
     env = os.environ | {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in quick.items()}
     done = subprocess.run(
@@ -248,7 +248,7 @@ def built() -> Path:
         core, stamp = copy / "python" / "fastckpt" / "_core.abi3.so", copy / ".built"
         sources = sorted([*copy.glob("rust/**/*.rs"), *copy.glob("**/Cargo.*")])
         now = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
-        # Cargo would build anew where only its environment is another one.
+        # Cargo would rebuild if only its environment differs.
         if not core.exists() or not stamp.exists() or stamp.read_text(encoding="ascii") != now:
             _build(copy, core)
             stamp.write_text(now, encoding="ascii")

@@ -1,4 +1,4 @@
-"""Rows that are tests which the gate runs: they are run by pytest, and counted."""
+"""Rows that are tests of the gate: pytest runs them, and they are counted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
-    """Run the tests whole, perhaps under another program.
-
-    A test is a trial, or as many as its property ``trials`` says.
-    """
+    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or as one."""
     report = run.place / "report.xml"
     command = ["env", "FASTCKPT_TEST_RUNS=all", *under, sys.executable, "-m", "pytest", "-q"]
     command += ["-x" if run.most == 1 else "--maxfail=10"]
@@ -41,5 +38,5 @@ def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple
 
 
 def row(tests: tuple[str, ...], *options: str) -> dict[str, Any]:
-    """The arguments of a :class:`Row` that is these tests. Their number is the same in each tier."""
+    """The arguments of a :class:`Row` for these tests. Their number is the same in each tier."""
     return {"run": partial(run, tests, options), "tests": tests, "fast": 1, "nightly": 1}

@@ -1,4 +1,4 @@
-"""A scene is played in a process of its own, which may fail: what it has told before, and how it ended."""
+"""A scene is played in a separate process, which may fail: its reports before, and its end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
 
 MESSAGE = struct.Struct("=cq")
-#: Whoever has not ended after so many seconds hangs. Where a server says that all is stale, each look at a checkpoint
-#: waits for 30 s.
+#: A process that has not ended after these seconds hangs. If a server reports everything as stale, each look at a
+#: checkpoint waits for 30 s.
 LONGEST = 300.0
 
 
 @dataclass
 class Played:
-    """What came of it.
+    """The outcome.
 
     Attributes:
-        begun: the newest save that was begun.
-        acknowledged: the newest one that was acknowledged.
-        failure: what the program raised: ``kinds``, ``errno``, ``filename``, ``text``, ``trace``; empty if nothing.
-        ended: how else it ended badly.
+        begun: the newest save that began.
+        acknowledged: the newest acknowledged save.
+        failure: the program's exception: ``kinds``, ``errno``, ``filename``, ``text``, ``trace``; empty without one.
+        ended: another bad end.
         struck: whether the strike came before its end.
     """
 
@@ -82,20 +82,20 @@ def play(
     strike: Callable[[], None] | None = None,
     after: float = 0.0,
 ) -> Played:
-    """Have a child play the scene. It goes on only when ``heard`` has returned from what it has told.
+    """Have a child play the scene. After each report it waits until ``heard`` has returned.
 
     Args:
-        scene: what it does.
-        point: where.
+        scene: the scene.
+        point: the directory of the scene.
         heard: called with ``begun N`` and ``acknowledged N``.
-        before: called in the child, first.
+        before: called first, in the child.
         strike: called here, once, unless the child has ended by then.
-        after: how many seconds after the beginning.
+        after: the seconds before ``strike``.
     """
     (told, telling), (going, go_on), (why, failing) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        # So that it ends with its parent.
+        # Closed, so that the child ends with its parent.
         for each in (told, go_on, why):
             os.close(each)
         status = _child(scene, point, before, telling, going, failing)
@@ -134,9 +134,9 @@ def play(
 
 
 def there(scene: Scene, point: Path, begun: int, acknowledged: int, *, swept: bool) -> str:
-    """What is wrong with what is there, or nothing; ``swept``: the next save is made, too."""
+    """The fault of the checkpoints, or nothing; ``swept``: also make the next save."""
     try:
         return scene.wrong(point, begun, acknowledged) or (sweeps(point) if swept else "")
     except Exception as error:  # noqa: BLE001 - whatever is raised was not promised
-        # Only its words: its traceback has what is open there.
+        # Only its text: its traceback refers to open files there.
         return f"{type(error).__name__}: {error}"

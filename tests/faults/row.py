@@ -1,4 +1,4 @@
-"""One promise, and how it is tried."""
+"""One promise, and its trials."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIERS = ("fast", "nightly")
-#: The detail of a run that counts the states, among those that its trials have drawn, that were not there before.
+#: The detail of a run that counts the distinct states among those that its trials have drawn.
 DISTINCT = "states that differ"
 
 
 class EnoughError(Exception):
-    """So much went wrong that the rest of the trials would tell nothing more."""
+    """There were so many violations that more trials would add nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Row:
     """A row of the campaign.
 
     Attributes:
-        number: of the promise in the table.
-        name: of the row, unique.
-        promise: what is promised, in a sentence.
-        fault: what is injected.
-        control: what shows that the fault comes, and that the trial would notice.
-        run: makes the trials of a :class:`Run`.
-        fast: trials of the fast tier.
-        nightly: those of the nightly tier; they are made in parts.
-        part: trials of a part, which is what a campaign repeats if it was stopped.
-        mutants: those that the row must catch.
-        tried: trials in which a mutant must be caught.
-        root: whether only root can make the trials.
-        tests: files of tests that the row is, with names after ``::``. The gate runs them by themselves.
+        number: the number of the promise in the table.
+        name: the unique name of the row.
+        promise: the promise, in a sentence.
+        fault: the injected fault.
+        control: the proof that the fault happens, and that the trial would notice a violation.
+        run: the function that makes the trials of a :class:`Run`.
+        fast: the number of trials of the fast tier.
+        nightly: the number of trials of the nightly tier, which are made in parts.
+        part: the trials of a part, which a stopped campaign repeats.
+        mutants: the mutants that the row must catch.
+        tried: the trials within which a mutant must be caught.
+        root: whether the trials need root.
+        tests: the test files of the row, with names after ``::``. The gate also runs them separately.
     """
 
     number: int
@@ -68,10 +68,10 @@ class Run:
 
     Attributes:
         tier: which one.
-        seed: what is drawn with.
-        trials: how many to make.
+        seed: the seed of all draws.
+        trials: the number of trials.
         place: an empty directory.
-        most: violations after which it ends.
+        most: the number of violations after which it ends.
     """
 
     tier: str
@@ -86,14 +86,14 @@ class Run:
 
     @property
     def draw(self) -> random.Random:
-        """A new source of what is drawn, by the seed alone."""
+        """A new source of draws, determined by the seed."""
         return random.Random(self.seed)
 
     def done(self, wrong: str = "", trials: int = 1) -> None:
-        """A trial has ended; ``wrong``: what it has found.
+        """Count a trial; ``wrong``: its finding.
 
         Raises:
-            EnoughError: that was the last violation that is wanted.
+            EnoughError: that was the last allowed violation.
         """
         self.made += trials
         if wrong:

@@ -1,4 +1,4 @@
-"""A mount that a process of ours serves, and that is asked in lines of JSON."""
+"""A mount that a process of the tests serves, with requests in lines of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mount:
 
     Args:
         point: where.
-        module: what serves it; it says ``mounted``, and answers each line.
+        module: the serving module; it prints ``mounted``, and answers each line.
     """
 
     def __init__(self, point: str, module: str) -> None:
@@ -36,7 +36,7 @@ class Mount:
             raise AssertionError("cannot mount: this needs root and /dev/fuse")
 
     def ask(self, **request: Any) -> Any:
-        """See the module that serves it."""
+        """Send a request; see the module that serves it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -44,7 +44,7 @@ class Mount:
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        """Unmount it. Containers that were made meanwhile may still have it, and would keep the process."""
+        """Unmount it. Containers that were made meanwhile may still have the mount, and would keep the process."""
         subprocess.run(["umount", "-l", self.point], capture_output=True, check=False)
         with self.process:
             self.process.kill()

@@ -3,15 +3,15 @@
     python -m tests.faults.simulated_command --states 1000000 --seed 1 --results target/faults/simulated.json
 
 The product itself runs, from the Manager and the commit of ranks down to io_uring, on a mount that records each
-operation in its order (``simulated_mount.py``). The record is replayed into a model of a disk that promises no more
-than POSIX (``simulated_disk.py``), and at each point of it power cuts are drawn; what they leave is read by the product
-again, and saved over (``simulated_reader.py``). So no code is replaced by code for tests, no seam could differ from the
-kernel, and a sync that is missing is one that is deleted from a record (``simulated_mutants.py``). Time plays no part:
-no promise that is tried depends on it.
+operation in order (``simulated_mount.py``). The record is replayed into a model of a disk that promises no more
+than POSIX (``simulated_disk.py``), and at each point of it power cuts are drawn. The product reads the resulting states
+and saves over them (``simulated_reader.py``). So test code replaces no product code, no interface differs from the
+kernel's, and a missing sync is a deletion in a record (``simulated_mutants.py``). Time plays no role:
+no tested promise depends on it.
 
-A program, its record up to the schedule of its threads, and its states are functions of the seed. The record of one
-that broke a promise is kept beside the results, and ``--record`` tries it again. A command that was stopped goes on
-where it was.
+A program, its record up to the schedule of its threads, and its states are functions of the seed. The record of a
+program that broke a promise is kept beside the results, and ``--record`` tries it again. A stopped command continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
     from faults.simulated_reader import Reader
 
-#: One out of so many states is not only read but saved over.
+#: One out of this many states is not only read but saved over.
 GO_ON = 8
-#: One out of so many programs has several ranks.
+#: One out of this many programs has several ranks.
 RANKS = 8
-#: The rules under which names last in the order in which they were made: nothing may stay behind then.
+#: The rules under which names last in the order in which they were made: then no leftovers may stay.
 IN_ORDER = ("ordered", "all", "none")
 
 
 class Stage:
-    """Where programs run: a mount, and processes to fork from."""
+    """The place of programs: a mount, and processes to fork from."""
 
     def __init__(self, mount: Mount, alone: zygote.Zygote, place: Path) -> None:
         self.mount, self.alone, self.place = mount, alone, place
         self.forge: groups.Forge | None = None
 
     def record(self, program: dict[str, Any], seed: str) -> list[Any]:
-        """Run a program to its end, or to the ends that befall it, and give what it did."""
+        """Run a program to its end or its kills, and return its record."""
         draw = random.Random(f"{seed} ends")
         self.mount.ask(reset=True, exchange=program["exchange"])
         for number, phase in enumerate(program["phases"]):
@@ -98,7 +98,7 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(*, ranks: bool = False) -> Iterator[Stage]:
-    """A place for programs, and for what is read of them, which lies in memory."""
+    """A place for programs, and one in memory for reading their states."""
     with (
         tempfile.TemporaryDirectory(prefix="fastckpt-simulated-", dir="/dev/shm") as name,
         contextlib.ExitStack() as all_,
@@ -116,13 +116,13 @@ def stage(*, ranks: bool = False) -> Iterator[Stage]:
 
 @dataclass
 class Tally:
-    """What was found in the states of a program.
+    """The findings in the states of a program.
 
     Attributes:
         drawn: power cuts.
         states: states that differ from one another.
-        over: how many of them were saved over.
-        wrong: what broke a promise: the operation before the cut, the rule, and what.
+        over: the number of states that were saved over.
+        wrong: the violations: the operation before the cut, the rule, and the finding.
     """
 
     drawn: int = 0
@@ -134,7 +134,7 @@ class Tally:
 def explore(
     record: list[Any], program: dict[str, Any], reader: Reader, seed: str, wanted: int, *, most: int = 3
 ) -> Tally:
-    """Cut the power so often at drawn points of a record, and judge what is left."""
+    """Cut the power at drawn points of a record, and judge the resulting states."""
     tally, draw = Tally(), random.Random(f"{seed} states")
     points = _points(record, wanted, draw)
     disk, oracle = Disk(), Oracle()
@@ -151,7 +151,7 @@ def explore(
             mode = draw.choices(list(MODES), list(MODES.values()))[0]
             found = disk.crash(draw, mode)
             tally.drawn += 1
-            # What is asked depends on what was said by then.
+            # The checks depend on the marks before the cut.
             tree = reader.key(found)
             trees.add(tree)
             key = hash((tree, len(oracle.places), len(oracle.runs)))
@@ -175,7 +175,7 @@ def explore(
 
 
 def _points(record: list[Any], wanted: int, draw: random.Random) -> Counter[int]:
-    """How often to cut after each operation: oftener where more may be lost, and around renames and marks."""
+    """How often to cut after each operation: more often if more may be lost, and around renames and marks."""
     disk, weights = Disk(), []
     for operation in record:
         if not isinstance(operation, Mark):
@@ -192,7 +192,7 @@ def program_of(seed: str) -> dict[str, Any]:
 
 
 def attempt(stage: Stage, reader: Reader, seed: str, wanted: int) -> tuple[dict[str, Any], list[Any], Tally]:
-    """The program of a seed, what it did, and what was found in so many power cuts."""
+    """The program of a seed, its record, and the findings of its power cuts."""
     program, record = program_of(seed), []
     try:
         record = stage.record(program, seed)

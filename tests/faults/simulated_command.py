@@ -29,12 +29,12 @@ from faults.rows.r04_simulated import NAME  # noqa: E402
 from faults.simulated_mutants import MUTANTS, Catcher  # noqa: E402
 from faults.simulated_reader import Reader  # noqa: E402
 
-#: Programs that one process runs before it tells what it found, of which one has ranks.
+#: Programs that one process runs before it reports; one of them has ranks.
 BLOCK = simulated.RANKS
 
 
 def block_of(stage: simulated.Stage, seed: int, number: int, states: int, keep: Path) -> dict[str, Any]:
-    """Run the programs of a block; records of what broke a promise go to ``keep``."""
+    """Run the programs of a block; records of violations go to ``keep``."""
     total = {"programs": 0, "operations": 0, "drawn": 0, "states": 0, "saved over": 0, "kinds": {}, "violations": []}
     reader = Reader(stage.place)
     for each in range(number * BLOCK, (number + 1) * BLOCK):
@@ -55,7 +55,7 @@ def block_of(stage: simulated.Stage, seed: int, number: int, states: int, keep: 
 
 
 def work(seed: int, states: int, keep: Path) -> int:
-    """One process of a campaign: a number of a block for a line, and what was found for an answer."""
+    """One process of a campaign: it reads numbers of blocks, and answers with the findings."""
     with simulated.stage(ranks=True) as stage:
         for line in sys.stdin:
             print(json.dumps(block_of(stage, seed, int(line), states, keep)), flush=True)
@@ -63,7 +63,7 @@ def work(seed: int, states: int, keep: Path) -> int:
 
 
 class Campaign:
-    """Blocks of programs, and the file with what was found in each: those in it are not run again."""
+    """Blocks of programs, and the file with the findings of each: blocks in it are not run again."""
 
     def __init__(self, path: Path, seed: int, each: int) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class Campaign:
             "date": datetime.now(timezone.utc).date().isoformat(),
             "commit": commit(),
             "machine": machine(),
-            # As a campaign of all rows has it, for the page.
+            # In the form of a campaign of all rows, for the page.
             "tier": "nightly",
             "parts": {NAME: [part]},
             "mutants": {},
@@ -104,7 +104,7 @@ class Campaign:
         new.replace(self.path)
 
     def run(self, states: int, workers: int, seconds: float) -> int:
-        """Run until there are so many states, or for so long; 1 if a promise was broken."""
+        """Run up to a number of states or a time; return 1 if a promise was broken."""
         end, keep = time.monotonic() + seconds, self.path.parent
         given = ["--seed", str(self.found["seed"]), "--each", str(self.found["states of a program"])]
         command = [sys.executable, "-m", "faults.simulated_command", "--inside", *given, "--results", str(keep)]
@@ -145,7 +145,7 @@ def _answering(processes: list[Any]) -> list[Any]:
 
 
 def mutants(seed: int) -> int:
-    """Try each mutant until it is caught; 1 if one gets through."""
+    """Try each mutant until it is caught; return 1 if one is not."""
     missed = 0
     with simulated.stage() as stage:
         catcher = Catcher(stage, seed)
@@ -157,7 +157,7 @@ def mutants(seed: int) -> int:
 
 
 def again(path: Path, states: int) -> int:
-    """Try a record that was kept once more, and say where it breaks."""
+    """Try a kept record once more, and print where it breaks."""
     name, program, record = pickle.loads(path.read_bytes())
     print(json.dumps(program))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
@@ -168,7 +168,7 @@ def again(path: Path, states: int) -> int:
 
 
 def main() -> int:
-    """Run what is asked for."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.simulated_command")
     parser.add_argument("--states", type=int, default=1_000_000, help="power cuts to draw")
     parser.add_argument("--each", type=int, default=600, help="of each program")

@@ -1,13 +1,13 @@
-"""A disk as weak as POSIX lets it be: what a power cut may leave of operations that were recorded.
+"""A disk as weak as POSIX permits: the possible results of a power cut after recorded operations.
 
-Nothing lasts but what was synced. A sync of a file covers the bytes and the length that it had then, and not its name;
-a sync of a directory covers the names in it, and no file. Whatever is not covered may be lost by itself and in any
-order: each page of 4 KiB of each write, each change of a length, each change of names. What stays of the usual rules:
-a rename, also an exchange, is whole or lost; a change of a name has nothing to stand on without the change of that name
-before it; a directory has one name. Names of files are changed independently of one another, as no rule forbids.
+Only synced data is sure to last. A sync of a file covers its current bytes and length, and not its name;
+a sync of a directory covers the names in it, and no file. Anything that is not covered may be lost separately and in
+any order: each page of 4 KiB of each write, each change of a length, each change of names. These rules still hold: a
+rename or an exchange is whole or lost; a change of a name does not last without the previous change of that name before
+it; a directory has one name. Names of files change independently of one another, because no rule forbids it.
 
 A :class:`Disk` takes operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the contents
-that the machine would find after it.
+that the machine would find after a cut.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-#: The directory in which all others are.
+#: The root directory.
 ROOT = 1
-#: What a device writes whole or not at all.
+#: The unit that a device writes whole or not at all.
 PAGE = 4096
-#: How a state is drawn: each rule for what was not synced, and how often it is taken.
+#: How a state is drawn: each rule for unsynced changes, and its frequency.
 MODES = {"any": 6, "ordered": 3, "all but one": 4, "one alone": 2, "none": 1, "all": 1}
-#: How likely something that was not synced is to last, drawn once for a state.
+#: The odds that an unsynced change lasts, drawn once per state.
 ODDS = (0.1, 0.5, 0.9)
 
 
 class Make(NamedTuple):
-    """A file or a directory comes to be, without a name."""
+    """A file or a directory is created, without a name."""
 
     node: int
     folder: bool
@@ -52,7 +52,7 @@ class Size(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names change, all at once: directory, name, and what has the name from now on (0: nothing)."""
+    """Names change, all at once: directory, name, and the node that has the name from now on (0: none)."""
 
     changes: tuple[tuple[int, str, int], ...]
 
@@ -64,13 +64,13 @@ class Sync(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What the program said at this moment."""
+    """A mark of the program at this moment."""
 
     said: dict[str, Any]
 
 
 class Reboot(NamedTuple):
-    """Power was cut, and this is what the machine found: contents of files, and names in directories."""
+    """The power was cut, and the machine found these contents of files and names in directories."""
 
     files: dict[int, bytes]
     folders: dict[int, dict[str, int]]
@@ -99,14 +99,14 @@ class File:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of names that may not last, and those without which it cannot."""
+    """A change of names that may not last, and the changes on which it depends."""
 
     changes: tuple[tuple[int, str, int], ...]
     needs: frozenset[int]
 
 
 class State(NamedTuple):
-    """What a machine finds: by path the content of each file, None for a directory."""
+    """A machine's findings: by path the content of each file, None for a directory."""
 
     tree: dict[str, bytes | None]
     files: dict[int, bytes]
@@ -114,7 +114,7 @@ class State(NamedTuple):
 
 
 class Disk:
-    """Takes operations, and draws what a power cut would leave of them."""
+    """Takes operations, and draws the results of a power cut."""
 
     def __init__(self) -> None:
         self.files: dict[int, File] = {}
@@ -189,7 +189,7 @@ class Disk:
         return len(self.names) + sum(len(file.pending) for file in self.files.values())
 
     def crash(self, draw: random.Random, mode: str = "") -> State:
-        """What is left, drawn; ``mode``: by which rule."""
+        """Draw a state by the rule ``mode``."""
         mode = mode or draw.choices(list(MODES), list(MODES.values()))[0]
         names, bytes_ = self._kept(draw, mode)
         folders = dict(self.folders)
@@ -224,7 +224,7 @@ class Disk:
             tree[below] = files[inner]
 
     def _kept(self, draw: random.Random, mode: str) -> tuple[list[int], dict[int, list[int]]]:
-        """The changes of names, and those of each file, that last."""
+        """The lasting changes of names, and of each file."""
         pending = {node: len(file.pending) for node, file in self.files.items() if file.pending}
         whole = {node: list(range(count)) for node, count in pending.items()}
         if mode == "all":
@@ -253,7 +253,7 @@ class Disk:
     def _one(
         self, draw: random.Random, whole: dict[int, list[int]], *, lost: bool
     ) -> tuple[list[int], dict[int, list[int]]]:
-        """All but one thing that was not synced, and what cannot be without it; or that one alone."""
+        """All unsynced changes except one and those that depend on it; or that one alone."""
         things = [*self.names, *(-node for node in whole)]
         if not things:
             return [], {}

@@ -1,12 +1,12 @@
-"""A mount that records what is asked of it, below the page cache: the order of all operations, with their bytes.
+"""A mount that records its requests, below the page cache: the order of all operations, with their bytes.
 
-``python -m faults.simulated_mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. A program speaks into
-the record by looking up ``.mark.`` and JSON in the mount's own directory, which never exists. Each line of standard
+``python -m faults.simulated_mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. A program adds marks
+to the record by looking up ``.mark.`` and JSON in the mount's own directory, which never exists. Each line of standard
 input is a request in JSON, and is answered by a line:
 
-- ``{"kill": [PIDS], "at": N}``: kill these processes as soon as ``N`` more operations have changed anything.
+- ``{"kill": [PIDS], "at": N}``: kill these processes after ``N`` more operations that change anything.
 - ``{"reset": true}``: forget everything; no process may have anything open here.
-- ``{"reboot": SEED}``: cut the power, and go on from what is left; no process may have anything open here.
+- ``{"reboot": SEED}``: cut the power, and go on from the resulting state; no process may have anything open here.
 - ``{"exchange": false}``: refuse to exchange names, as most network file systems do.
 - ``{"record": PATH}``: write the record so far.
 """
@@ -38,7 +38,7 @@ NO_REPLACE, EXCHANGE, KEEP_SIZE = 1, 2, 1
 
 
 def mark(point: str, **said: Any) -> None:
-    """Say something into the record of the mount at ``point``."""
+    """Add a mark to the record of the mount at ``point``."""
     text = json.dumps(said, separators=(",", ":"))
     if os.path.lexists(f"{point}/{MARK}{text}"):
         raise AssertionError(f"{point} is no such mount")
@@ -143,7 +143,7 @@ class Recorder(in_memory.Tree):
     }
 
     def request(self, asked: dict[str, Any]) -> Any:
-        """Do what a line of standard input asks for."""
+        """Handle a request from standard input."""
         if "reset" in asked:
             self.disk, self.record = Disk(), []
             self.go_on_with({}, {1: {}})
@@ -158,19 +158,19 @@ class Recorder(in_memory.Tree):
         return len(self.record)
 
     def reboot(self, seed: int) -> None:
-        """Go on from what a power cut leaves."""
+        """Go on from the state after a power cut."""
         left = self.disk.crash(random.Random(seed))
         self.note(Reboot(left.files, left.folders))
         self.go_on_with(left.files, left.folders)
 
     def go_on_with(self, files: dict[int, bytes], folders: dict[int, dict[str, int]]) -> None:
-        """Have these files and directories, and no others."""
+        """Replace all files and directories by these."""
         for node in self.nodes.values():
             node.links, node.children = 0, {}
         for number, names in folders.items():
             for name, inner in names.items():
                 kind = stat.S_IFREG | 0o644 if inner in files else stat.S_IFDIR | 0o755
-                # The kernel may have had it forgotten, when it was removed.
+                # It may be forgotten after its removal.
                 node = self.nodes.setdefault(inner, in_memory.Node(inner, kind, name))
                 self.nodes[number].children[name.encode()] = node
                 node.links += 1

@@ -1,7 +1,7 @@
-"""Records of programs that forget something: each mutant is exactly one mistake, made in a record.
+"""Records of faulty programs: each mutant is exactly one mistake in a record.
 
-A sync that is missing is one that is deleted; an order that is wrong is one that is changed; and an acknowledgement
-that comes too early is moved. A mutant that has nothing to change in a record gives None.
+A missing sync is a deletion, a wrong order is a change of order, and a premature acknowledgement
+is moved. A mutant that has nothing to change in a record returns None.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Record = list[Any]
 
 
 class Places:
-    """Of each operation of a record, what its nodes were called then."""
+    """The names of the nodes at each operation of a record."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        #: By operation, for a sync: directory and name of what was synced.
+        #: By operation, for a sync: directory and name of the synced node.
         self.synced: dict[int, tuple[int, str]] = {}
         #: Operations that give a checkpoint, or a file, its name: directory and node.
         self.published: dict[int, tuple[int, int]] = {}
@@ -55,7 +55,7 @@ class Places:
         return [each for at, each in enumerate(self.record) if at not in dropped] if dropped else None
 
     def syncs(self, fits: Callable[[str], bool]) -> set[int]:
-        """The syncs of what has such a name."""
+        """The syncs of nodes of this name."""
         return {at for at, (_, name) in self.synced.items() if fits(name)}
 
     def next_sync(self, at: int, folder: int) -> int | None:
@@ -139,7 +139,7 @@ def _begin(record: Record, at: int) -> int:
 
 
 def _remove_first(places: Places, _: random.Random) -> Record | None:
-    """What a checkpoint replaces, or what no policy keeps, is removed before the new one is durable."""
+    """A replaced or unwanted checkpoint is removed before the new one is durable."""
     record: Record = []
     held: dict[int, Any] = {}
     publishing = -1
@@ -158,7 +158,7 @@ def _remove_first(places: Places, _: random.Random) -> Record | None:
 
 
 def _early(places: Places, _: random.Random) -> Record | None:
-    """A save is acknowledged when it has its name, and not when that is durable."""
+    """A save is acknowledged once it has its name, before the name is durable."""
     record, last, moved = [], -1, False
     for at, operation in enumerate(places.record):
         if isinstance(operation, Mark) and operation.said["event"] == "ack" and last >= 0:
@@ -171,7 +171,7 @@ def _early(places: Places, _: random.Random) -> Record | None:
     return record if moved else None
 
 
-#: By name, what forgets something, and the kinds of programs in which it shows.
+#: By name, the mistake, and the kinds of programs in which it shows.
 MUTANTS: dict[str, tuple[Callable[[Places, random.Random], Record | None], tuple[str, ...]]] = {
     "one shard is not synced": (_one_shard, ("saves", "base", "manager", "copy")),
     "the manifest is not synced": (_named("fastckpt.json"), ("saves", "base", "manager")),
@@ -198,9 +198,9 @@ class Catcher:
     """Looks for a program that a mutant breaks; the records are shared by all mutants.
 
     Args:
-        stage: where programs run.
-        seed: of the programs.
-        states: power cuts of each program.
+        stage: the place of the programs.
+        seed: the seed of the programs.
+        states: the power cuts of each program.
     """
 
     #: Programs in which a mutant must be caught.
@@ -212,7 +212,7 @@ class Catcher:
         self.records: dict[tuple[str, int], tuple[dict[str, Any], Record]] = {}
 
     def caught(self, name: str) -> str:
-        """In which program, and how; empty if the mutant gets through."""
+        """The program that shows it, and how; empty if the mutant is not caught."""
         for number, kind in enumerate(islice(cycle(MUTANTS[name][1]), self.TRIES)):
             program, record = self._record(kind, number)
             changed = mutate(name, record, str(number))

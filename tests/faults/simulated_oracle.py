@@ -1,4 +1,4 @@
-"""What may be found after a power cut, by what a program has said; no file is looked at here."""
+"""The allowed findings after a power cut, by the marks of a program; no file is read here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = "missing"
-#: What a pin is called after its checkpoint, and what stands for its version.
+#: The suffix of a pin, and the number for its version.
 PIN, PINNED = ".pin", 1
-#: By path, and by run: the version that was found whole, ``MISSING``, or what is wrong, in words.
+#: By path, and by run: the version that was found whole, ``MISSING``, or a description of the fault.
 Found = dict[str, Any]
 
 
 @dataclass
 class Kept:
-    """One place: the versions that it was given, in order, and the last of them that was acknowledged."""
+    """One place: the versions that were saved there, in order, and the last acknowledged one."""
 
     versions: list[int] = field(default_factory=list)
     acknowledged: int = -1
@@ -33,7 +33,7 @@ class Kept:
         self.versions, self.acknowledged, self.gone = [], -1, False
 
     def judge(self, found: Any) -> str:
-        """What is wrong; nothing if all is well."""
+        """The fault; nothing if all is well."""
         allowed = self.versions[max(0, self.acknowledged) :]
         if found == MISSING:
             return "" if self.gone or self.acknowledged < 0 else f"version {allowed[0]} was acknowledged and is missing"
@@ -44,13 +44,13 @@ class Kept:
 
 @dataclass
 class Run:
-    """The checkpoints of a manager: what its restore may find."""
+    """The checkpoints of a manager: the allowed results of its restore."""
 
     keep: int = 1
-    #: Steps and versions in the order in which they were begun, and which of them a restore may find.
+    #: Steps and versions in the order of their beginnings, and which of them a restore may find.
     line: list[tuple[int, int]] = field(default_factory=list)
     acknowledged: int = -1
-    #: The step that the program goes back to, while it removes what is newer.
+    #: The step to which the program goes back, while it removes newer ones.
     back: int | None = None
     pinned: set[int] = field(default_factory=set)
 
@@ -62,7 +62,7 @@ class Run:
         self.acknowledged = max(at, self.acknowledged)
 
     def judge(self, found: Any) -> str:
-        """What is wrong with a restore; nothing if all is well."""
+        """The fault of a restore; nothing if all is well."""
         allowed = self.line[max(0, self.acknowledged) :]
         if found == MISSING:
             return "" if self.acknowledged < 0 else f"nothing was restored, but {allowed[0]} was acknowledged"
@@ -74,16 +74,16 @@ class Run:
 
 
 class Oracle:
-    """Listens to marks, and judges what is found."""
+    """Reads marks, and judges findings."""
 
     def __init__(self) -> None:
         self.places: dict[str, Kept] = {}
         self.runs: dict[str, Run] = {}
-        #: What a program found itself, and should not have.
+        #: Wrong findings of the program itself.
         self.wrong: list[str] = []
 
     def place(self, path: str) -> Kept:
-        """What is known of a path."""
+        """The record of a path."""
         return self.places.setdefault(path, Kept())
 
     def hear(self, said: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Oracle:
             wrong = run.judge((step, said["version"]))
             self.wrong += [f"in the program: {wrong}"] if wrong else []
         elif event == "back":
-            # A branch that is left counts for nothing from the next save on.
+            # From the next save on, an abandoned branch does not count.
             self._leave(said["run"], step)
             if said["discard"]:
                 run.back = step
@@ -133,7 +133,7 @@ class Oracle:
                 run.back = None
 
     def _may_go(self, name: str, run: Run, step: int) -> None:
-        """Retention may remove what is older than so many."""
+        """Allow retention to remove all but the newest checkpoints."""
         steps = sorted({one for one, _ in run.line if one <= step}, reverse=True)
         for old in steps[run.keep :]:
             if old not in run.pinned:
@@ -145,7 +145,7 @@ class Oracle:
                 kept.gone = True
 
     def judge(self, found: Found) -> list[str]:
-        """What is wrong with what was found after a power cut."""
+        """The faults of the findings after a power cut."""
         wrong = list(self.wrong)
         for path, kept in self.places.items():
             why = kept.judge(found.get(path, MISSING))
@@ -153,7 +153,7 @@ class Oracle:
         for name, run in self.runs.items():
             why = run.judge(found.get(name, MISSING))
             wrong += [f"{name}: restore: {why}"] if why else []
-        # What may not be there at all, or fails in another way.
+        # Findings that may not be there at all, or other failures.
         for path, what in found.items():
             if isinstance(what, str) and what != MISSING and path not in self.places and path not in self.runs:
                 wrong.append(f"{path}: {what}")

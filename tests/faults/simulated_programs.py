@@ -1,8 +1,8 @@
-"""Programs that save, drawn by a seed, and what one may find of them after a power cut.
+"""Programs that save, drawn by a seed.
 
-A program is phases: processes that follow one another on one disk. Each ends by itself or is killed, all at once or one
-rank before the others, and before the next one the power may have been cut. What a phase does is a list of acts. It
-says before an act what begins, and after it what was acknowledged.
+A program is a sequence of phases: processes that follow one another on one disk. Each ends by itself or is killed, all
+at once or one rank before the others, and before the next one the power may be cut. A phase is a list of acts. It marks
+the beginning of an act, and its acknowledgement.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import fastckpt
 from fastckpt import distributed
 from faults.simulated_mount import mark
 
-#: Kinds of programs, and how often each is drawn.
+#: Kinds of programs, and the frequency of each.
 KINDS = {"saves": 4, "base": 3, "manager": 6, "tiers": 2, "copy": 2, "file": 1}
 WITH_RANKS = {"saves by ranks": 1, "manager of ranks": 1}
 ENGINES = ("auto", "threads", "buffered", "direct")
-#: The file beside the shards, which says of which version it is.
+#: The file beside the shards, which contains its version.
 BESIDE = "config.json"
 
 
 def state(version: int, sizes: list[int]) -> dict[str, Any]:
-    """Of each version another state, but for every third tensor."""
+    """A state that differs between versions, except for every third tensor."""
     model = {
         f"w{index}": np.arange(size, dtype=np.int32) + (0 if index % 3 == 1 else 1000 * version)
         for index, size in enumerate(sizes)
@@ -34,12 +34,12 @@ def state(version: int, sizes: list[int]) -> dict[str, Any]:
 
 
 def file_of(version: int, sizes: list[int]) -> list[bytes]:
-    """What a single file of a version holds."""
+    """The content of a single file of a version."""
     return [np.full(size, version, np.int32).tobytes() for size in sizes]
 
 
 def draw_program(seed: str, *, ranks: bool = False, kind: str = "") -> dict[str, Any]:
-    """What a program does, by the seed alone."""
+    """The program of a seed."""
     draw = random.Random(seed)
     kinds = WITH_RANKS if ranks else KINDS
     kind = kind or draw.choices(list(kinds), list(kinds.values()))[0]
@@ -105,7 +105,7 @@ def _acts(draw: random.Random, kind: str, first: int) -> list[list[Any]]:
 
 
 def run(channel: Any, point: str, program: dict[str, Any], phase: int) -> None:
-    """One phase, in a process of its own."""
+    """One phase, in a separate process."""
     del channel
     perform(point, program, phase)
 
@@ -113,7 +113,7 @@ def run(channel: Any, point: str, program: dict[str, Any], phase: int) -> None:
 def perform(point: str, program: dict[str, Any], phase: int) -> None:
     """The acts of a phase, by this process or rank."""
     for name, *given in program["phases"][phase]["acts"]:
-        # Where a rank is to be killed, the others need not wait for long.
+        # If a rank is to be killed, the others need not wait for long.
         patience = 3 if program["phases"][phase]["kill"] else 30
         ACTS[name](point, program | {"patience": patience}, *given)
 

@@ -1,4 +1,4 @@
-"""The table of libraries: a row of it that finds what it should, and one that finds nothing."""
+"""The table of libraries: a row that finds a fault, and one that finds none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast tier of the rows that have trials of their own: those that are tests run by themselves."""
+"""The fast tier of the rows with their own trials: rows that are tests run separately."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_a_row(row):
 
 
 def test_each_mutant_is_named_by_a_row_and_its_line_is_there():
-    """Whether the rows catch them, the campaign tells: to build them takes a minute."""
+    """Mutants can be made. Only the campaign checks that rows catch them, because a build takes a minute."""
     assert {name for row in rows().values() for name in row.mutants} == mutants.MUTANTS.keys()
     mutants.patched()

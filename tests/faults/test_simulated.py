@@ -1,4 +1,4 @@
-"""The simulation itself: the disk forgets what it may and nothing else, and each mistake in a record is found. States
+"""The simulation itself: the disk forgets only what it may, and each mistake in a record is found. States
 are drawn by a row of the campaign (``rows/r04_simulated.py``), and by ``python -m tests.faults.simulated_command``."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stage():
 
 
 def trees(*operations):
-    """All that a power cut was seen to leave."""
+    """All observed states after a power cut."""
     disk, draw = Disk(), random.Random(1)
     for operation in operations:
         disk.apply(operation)
@@ -63,7 +63,7 @@ def test_a_rename_is_whole_or_lost_and_stands_on_the_one_before():
     there = (*MADE, Sync(FILE), Sync(ROOT))
     moved, again = Names(((ROOT, "a", 0), (ROOT, "b", FILE))), Names(((ROOT, "b", 0), (ROOT, "c", FILE)))
     assert sorted(next(iter(each)) for each in trees(*there, moved, again)) == ["a", "b", "c"]
-    # A sync of a directory takes along what the names in it stand on elsewhere.
+    # A sync of a directory includes changes elsewhere on which its names depend.
     folders = [Make(FOLDER, True), Names(((ROOT, "d", FOLDER),)), Sync(ROOT)]
     across = Names(((ROOT, "a", 0), (FOLDER, "a", FILE)))
     assert trees(*there, *folders, across, Sync(FOLDER)) == [{"d": None, "d/a": b"x"}]
@@ -86,7 +86,7 @@ def test_a_seed_gives_one_program_one_record_and_the_same_states(stage):
     program = draw_program(seed, kind="saves")
     assert program == draw_program(seed, kind="saves")
     for phase in program["phases"]:
-        # Where threads run beside one another, or are killed, they may take turns in another order.
+        # Concurrent or killed threads may take turns in another order.
         phase |= {"kill": None, "reboot": None}
         for act in phase["acts"]:
             if act[0] == "save":
@@ -102,14 +102,14 @@ def test_a_seed_gives_one_program_one_record_and_the_same_states(stage):
 
 
 def told(operation):
-    """What is the same each time: nodes are numbered, workspaces named, and times noted in the manifest as it comes."""
+    """The reproducible part: numbers of nodes, names of workspaces and times in the manifest vary."""
     names = re.findall(r"'(\.?[a-z][^'-]*)", str(operation)) if isinstance(operation, Names) else []
     return type(operation).__name__, names, getattr(operation, "at", 0)
 
 
 @pytest.mark.root
 def test_a_run_that_has_gone_back_stays_there(stage):
-    """Also where the newer checkpoint is pinned: nothing is removed then, and no removal syncs the directory."""
+    """Even if the newer checkpoint is pinned: nothing is removed then, and no removal syncs the directory."""
     act = {"keep": 2, "background": False, "each": True, "remote": False}
     saves = act | {"first": 0, "saves": 2, "back": None, "pin": 2}
     back = act | {"first": 100, "saves": 0, "back": [2, True], "pin": None}

@@ -1,4 +1,4 @@
-"""What the reliability tests stand on: real seccomp filters, real mounts, strace, and an independent reader of the
+"""The tools of the reliability tests: real seccomp filters, real mounts, strace, and an independent reader of the
 format."""
 
 import os

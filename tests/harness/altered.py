@@ -1,4 +1,4 @@
-"""What a network may do: one bit of what a rank receives is another one. Below the API, where bytes come in."""
+"""A network fault: one bit that a rank receives is flipped, below the API, where bytes come in."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def message(number: int, place: float, found: list[int]) -> Iterator[None]:
-    """Alter the message with this number among those that this rank receives, at this place of its bytes (0 to 1).
+    """Alter the message with this number among those that this rank receives, at this relative place (0 to 1).
 
-    ``found`` gets the rank that sent it.
+    ``found`` gets the sending rank.
     """
     real, count = torch_distributed.DataGroup.receive, iter(range(1 << 30))
 
@@ -42,7 +42,7 @@ def message(number: int, place: float, found: list[int]) -> Iterator[None]:
 
 @contextmanager
 def word(kind: str, number: int, place: float, found: list[str]) -> Iterator[None]:
-    """Alter a value that this rank gets out of the store: the one with this number of those of which the key has
+    """Alter a value that this rank gets from the store: the one with this number among those whose keys contain
     ``kind`` as a part (``up``, ``verdict``). ``found`` gets the key."""
     real, count = store.Transport.serve, iter(range(1 << 30))
 
@@ -68,5 +68,5 @@ def word(kind: str, number: int, place: float, found: list[str]) -> Iterator[Non
 
 
 def version(text: str) -> None:
-    """Have this rank say that it runs another version of fastckpt."""
+    """Have this rank report another version of fastckpt."""
     messages.VERSION = text

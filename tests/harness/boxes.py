@@ -1,4 +1,4 @@
-"""A tensor that torch.distributed.checkpoint saves in boxes, as those of other libraries tell it."""
+"""A tensor that torch.distributed.checkpoint saves in boxes, like those of other libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Boxes(torch.Tensor):
-    """What stands for the boxes of a whole tensor; it has none of the bytes itself."""
+    """A placeholder for the boxes of a whole tensor, without their bytes."""
 
     boxes: dict[torch.Size, torch.Tensor]
 
@@ -37,7 +37,7 @@ def cut(
     keep: Callable[[int], bool] = lambda _: True,
     place: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, box: box,
 ) -> Boxes:
-    """A tensor in boxes: by dimension where it is cut, which of them there are by number, and where each goes."""
+    """A tensor in boxes: the cuts by dimension, the numbers of the existing boxes, and the place of each."""
     sides = [itertools.pairwise([0, *at, size]) for at, size in itertools.zip_longest(lines, whole.shape, fillvalue=())]
     made = torch.empty_like(whole).as_subclass(Boxes)
     made.boxes = {

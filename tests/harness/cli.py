@@ -1,4 +1,4 @@
-"""The command ``fastckpt``, run in this process as ``python -m fastckpt`` runs it in one of its own."""
+"""The command ``fastckpt``, run in this process like ``python -m fastckpt`` in a separate one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with these arguments; its exit status. What it prints goes to this process's own streams."""
+    """Run the command with these arguments; its exit status. It prints to this process's streams."""
     before, sys.argv = sys.argv, ["fastckpt", *arguments]
     try:
         runpy.run_module("fastckpt", run_name="__main__")

@@ -1,4 +1,4 @@
-"""A container, as a training image runs in one: namespaces of its own (no network at all), a read-only root, a home
+"""A container like that of a training image: its own namespaces (no network at all), a read-only root, a home
 on an overlay, an ordinary user without capabilities, Docker's seccomp rule for io_uring, little locked memory, a small
 /dev/shm, and control groups that limit memory and CPU. Needs root, and no container runtime.
 
@@ -30,8 +30,8 @@ GIB, MIB = 1 << 30, 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 INIT = Path(__file__).with_name("container_init.py")
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
-#: As an image with an arbitrary user id has it. The limit of locked memory holds for a user on the whole machine, so
-#: each process that runs tests has a user of its own.
+#: An arbitrary user id, as in some images. The limit of locked memory holds for a user on the whole machine, so each
+#: process that runs tests has a different user.
 USER = 40_000 + os.getpid() % 20_000
 
 # Runs in the container as its root, and becomes the program as its user.
@@ -65,18 +65,18 @@ os.execvpe(command[0], command, spec["env"])
 
 @dataclass
 class Spec:
-    """What a container is made of."""
+    """The description of a container."""
 
     #: The root file system; read-only inside.
     root: Path
     #: The layers below the home directory, the topmost first.
     home: Sequence[Path] = ()
-    #: Where what is written into the home directory goes; by default, away with the container.
+    #: The directory for writes to the home directory; by default they are removed with the container.
     upper: Path | None = None
     host: str = "trainer-0"
     #: Directories of the host, by where they appear: ``{"/checkpoints": path}``.
     volumes: Mapping[str, Path] = field(default_factory=dict)
-    #: Mounted read-only where they appear in ``volumes``.
+    #: The ``volumes`` that are mounted read-only.
     read_only: Sequence[str] = ()
     #: Bytes of /dev/shm.
     shm: int = 64 * MIB
@@ -97,9 +97,9 @@ class Container:
         self, spec: Spec, init: int, groups: _Groups, upper: Path, entered: subprocess.Popen[str], pidfd: int
     ) -> None:
         self.spec = spec
-        #: Process 1 of the container, as the host numbers it.
+        #: Process 1 of the container, by its number on the host.
         self.init = init
-        #: What was written into the home directory.
+        #: The directory with the writes to the home directory.
         self.upper = upper
         self.groups = groups
         self._entered = entered
@@ -125,7 +125,7 @@ class Container:
         python = "/usr/local/bin/python3" if (self.spec.root / "usr/local/bin/python3").exists() else "/usr/bin/python3"
         confined = [python, "-I", "-S", "-c", _CONFINE, json.dumps(spec), *command]
         pipe = subprocess.PIPE
-        # The control groups first: their namespace ends at them.
+        # The control groups first: their namespace has them as its root.
         started = subprocess.Popen(
             [*self.groups.enter(), *enter, *confined], stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options
         )
@@ -139,14 +139,14 @@ class Container:
         return subprocess.CompletedProcess(command, started.returncode, out, err)
 
     def python(self, program: str, *arguments: str, **options: Any) -> str:
-        """What a program in Python says; it must succeed."""
+        """The output of a Python program, which must succeed."""
         done = self.exec("python3", "-c", program, *arguments, **options)
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
         return done.stdout
 
     def kill(self) -> None:
-        """SIGKILL for everything inside; returns when nothing of it runs any more."""
-        # unshare takes process 1 with it, and would complain if that went first.
+        """SIGKILL for everything inside; returns when all processes have ended."""
+        # unshare ends process 1, and would complain if that ended first.
         self._entered.kill()
         self._entered.wait(60)
         ended, _, _ = select.select([self._pidfd], [], [], 60)
@@ -161,13 +161,13 @@ class Container:
 
 @contextlib.contextmanager
 def running(spec: Spec) -> Iterator[Container]:
-    """A container while the block runs."""
+    """A container for the duration of the ``with`` statement."""
     needs.root()
     for program in ("unshare", "nsenter", "mount"):
         needs.tool(program, "util-linux" if program != "mount" else "mount")
     with contextlib.ExitStack() as made:
         base = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="fastckpt-container-")))
-        base.chmod(0o755)  # the container's user goes through it
+        base.chmod(0o755)  # the container's user enters it
         parts = {part: base / part for part in ("root", "home", "upper", "work")}
         for directory in parts.values():
             directory.mkdir(mode=0o755)
@@ -181,7 +181,7 @@ def running(spec: Spec) -> Iterator[Container]:
         told = {
             "root": str(spec.root),
             "at": str(parts["root"]),
-            # A lower layer must be there.
+            # There must be a lower layer.
             "lower": ":".join(str(layer) for layer in (*spec.home, parts["home"])),
             "upper": str(parts["upper"]),
             "work": str(parts["work"]),
@@ -191,7 +191,7 @@ def running(spec: Spec) -> Iterator[Container]:
             "shm": spec.shm,
             "groups": groups.mounts(),
         }
-        # The kernel kills what is inside when its process 1 ends, and unshare ends that when it is killed itself.
+        # The kernel kills everything inside when process 1 ends, and unshare ends process 1 when it is killed itself.
         command = ["unshare", *NAMESPACES, "--fork", "--kill-child", sys.executable, "-I", str(INIT), json.dumps(told)]
         entered = subprocess.Popen([*groups.enter(), *command], stdout=subprocess.PIPE, text=True)
         assert entered.stdout is not None
@@ -215,13 +215,13 @@ class _Groups:
         self.directories, self.version = directories, version
 
     def enter(self) -> list[str]:
-        """The command that runs what follows it in them."""
+        """The command prefix that runs a program in them."""
         procs = [str(directory / "cgroup.procs") for directory in dict.fromkeys(self.directories.values())]
         write = "".join(f'echo $$ > "{file}"; ' for file in procs)
         return ["sh", "-c", f'set -e; {write}exec "$@"', "sh"]
 
     def mounts(self) -> list[tuple[str, str, str]]:
-        """Type, options and place of what shows them inside."""
+        """Type, options and place of the mount that shows them inside."""
         if self.version == 2:
             return [("cgroup2", "ro", "")]
         return [("cgroup", f"ro,{name}", name) for name in self.directories]
@@ -235,7 +235,7 @@ class _Groups:
 
     @property
     def killed(self) -> int:
-        """How many processes the kernel killed because the memory was used up."""
+        """How many processes the kernel killed because memory ran out."""
         return self.number("memory.oom_control:oom_kill", "memory.events:oom_kill")
 
 
@@ -265,7 +265,7 @@ def control_groups(spec: Spec) -> Iterator[_Groups]:
         for directory in dict.fromkeys(directories.values()):
             directory.mkdir()
             made.callback(_remove, directory)
-            directory.chmod(0o755)  # whatever the umask: what is inside reads its limits
+            directory.chmod(0o755)  # despite the umask: programs inside read their limits
         for controller, files in limits.items():
             for file, value in files.items():
                 (directories[controller] / file).write_text(str(value), encoding="ascii")
@@ -273,7 +273,7 @@ def control_groups(spec: Spec) -> Iterator[_Groups]:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a control group. What was killed in it may take a moment to be gone."""
+    """Remove a control group. Killed processes may take a moment to leave it."""
 
     def gone() -> bool:
         try:

@@ -20,7 +20,7 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 def main(told: Mapping[str, Any]) -> None:
-    """Process 1: make the root out of its parts, go there, and wait to be killed."""
+    """Process 1: make the root from its parts, enter it, and wait to be killed."""
     at = told["at"]
     os.umask(0o022)
 
@@ -56,7 +56,7 @@ def main(told: Mapping[str, Any]) -> None:
     Path("/proc/sys/kernel/hostname").write_text(told["host"], encoding="ascii")
     os.chdir(at)
     libc = ctypes.CDLL(None, use_errno=True)
-    # The old root lies over the new one then, and goes.
+    # Then the old root lies over the new one, and is unmounted.
     if libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b".") != 0 or libc.umount2(b".", 2) != 0:  # MNT_DETACH
         raise OSError(ctypes.get_errno(), "pivot_root")
     os.chdir("/")

@@ -1,5 +1,5 @@
-"""Imported before a zygote forks: transformers' table of conversions, of 900 patterns that each process that saves a
-model would compile anew."""
+"""Imported before a zygote forks: transformers' table of conversions. Each process that saves a model would compile its
+900 patterns anew."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

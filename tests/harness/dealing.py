@@ -1,7 +1,7 @@
 """The order in which workers take tests.
 
-pytest-xdist gives each worker an equal share of the list, and who has nothing left takes from the end of another's. A
-long test that is taken last is one beside which cores stand idle.
+pytest-xdist gives each worker an equal share of the list, and an idle worker takes from the end of another's share. If
+a long test comes last, the other cores are idle.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Test = TypeVar("Test")
 def dealt(
     tests: Sequence[Test], workers: int, *, file: Callable[[Test], Hashable], slow: Callable[[Test], bool]
 ) -> list[Test]:
-    """``tests`` such that each share begins with files that have slow ones. The other files stay in their order: those
-    of a folder share what is made once for it, and so are best with one worker."""
+    """``tests`` sorted so that each share begins with files that have slow tests. The other files keep their order:
+    those of a folder share fixtures, and so are best with one worker."""
     files: dict[Hashable, list[Test]] = {}
     for test in tests:
         files.setdefault(file(test), []).append(test)

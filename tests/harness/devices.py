@@ -1,7 +1,7 @@
-"""The device that tests run on: the stand-in, or with ``FASTCKPT_TEST_DEVICE=cuda`` a real one.
+"""The device for tests: the stand-in, or with ``FASTCKPT_TEST_DEVICE=cuda`` a real one.
 
-What imports this file may need the standard library, numpy, torch and fastckpt, and nothing else: a machine with a GPU
-runs it by ``python -m unittest discover -s tests/device -t tests``.
+Files that import this one may need only the standard library, numpy, torch and fastckpt: a machine with a GPU
+runs them by ``python -m unittest discover -s tests/device -t tests``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SAVES: dict[str, Callable[..., fastckpt.types.SaveReport]] = {
 
 
 def missing(what: str) -> None:
-    """Skip with a reason; fail instead where CI promises that everything is there."""
+    """Skip with a reason; fail instead in CI, which promises to have everything."""
     if os.environ.get("CI") == "true":
         raise AssertionError(f"CI must provide this, and does not: {what}")
     raise unittest.SkipTest(f"NOT TESTED HERE: {what}")
 
 
 def module() -> Any:
-    """What torch has for the device: streams, events."""
+    """torch's module for the device: streams, events."""
     return torch.get_device_module(DEVICE)
 
 
@@ -58,7 +58,7 @@ def two_devices() -> None:
 
 @contextmanager
 def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: str) -> Iterator[list[BaseException]]:
-    """Inside, an exception of that kind must come, with a message in which ``match`` is found."""
+    """Require an exception of that kind inside, with a message that matches ``match``."""
     caught: list[BaseException] = []
     try:
         yield caught
@@ -71,7 +71,7 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: s
 
 
 def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
-    """One test for each of ``values``, which it has as argument ``name``."""
+    """One test for each of ``values``, passed as argument ``name``."""
 
     def mark(function: Any) -> Any:
         function.cases = [*getattr(function, "cases", []), (name, list(values))]
@@ -81,7 +81,7 @@ def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
 
 
 def in_thread(body: Callable[[], Any]) -> Any:
-    """What ``body`` returns or raises in a thread of its own."""
+    """The result or exception of ``body`` in a separate thread."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -100,11 +100,11 @@ def in_thread(body: Callable[[], Any]) -> Any:
 
 
 class OnDevice(unittest.TestCase):
-    """Tests on the device. Each has a directory of its own, and leaves nothing behind."""
+    """Tests on the device. Each has its own directory, and leaves nothing behind."""
 
     #: The kind of device that the class is for; None for all.
     on: ClassVar[str | None] = None
-    #: Seconds that copies of the stand-in take at most.
+    #: The longest copy of the stand-in, in seconds.
     late: ClassVar[float] = 0.002
     path: Path
 
@@ -176,7 +176,7 @@ def on_device(state: dict[str, Any], device: torch.device = DEVICE) -> dict[str,
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds at this moment, whatever other streams have still to do."""
+    """The bytes of a tensor at this moment, regardless of pending work of other streams."""
     if tensor.device.type == standin.NAME:
         return standin.on_host(tensor).clone()
     return tensor.detach().clone().cpu()
@@ -187,7 +187,7 @@ def to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy(seconds: float = 0.05) -> None:
-    """The current stream has something else to do first."""
+    """Give the current stream other work first."""
     stream = module().current_stream(DEVICE)
     if IS_STANDIN:
         stream.worker.submit(lambda: time.sleep(seconds))
@@ -196,7 +196,7 @@ def busy(seconds: float = 0.05) -> None:
 
 
 def fill_later(tensor: torch.Tensor, value: float, seconds: float = 0.05) -> None:
-    """The current stream will write to ``tensor``; the host does not wait for it."""
+    """Have the current stream write to ``tensor``; the host does not wait for it."""
     busy(seconds)
     tensor.fill_(value)
 
@@ -207,7 +207,7 @@ def synchronize() -> None:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor that is still referenced, as sharded modules do, and give it to somebody else."""
+    """Free the memory of a tensor that is still referenced, like sharded modules, and give it to another tensor."""
     if IS_STANDIN:
         standin.free(tensor)
         return
@@ -218,7 +218,7 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def side_stream() -> Any:
-    """Inside what this returns, the calling thread asks a stream of its own."""
+    """A context in which the calling thread uses a separate stream."""
     return module().stream(module().Stream(device=DEVICE))
 
 

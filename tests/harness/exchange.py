@@ -27,7 +27,7 @@ def arrays() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """The arrays, and what else a state may hold."""
+    """The arrays, and other values of a state."""
     big = np.arange(5, dtype=">f8")
     return {
         "arrays": arrays(),
@@ -38,7 +38,7 @@ def state() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A form of a value that is equal only if every bit is."""
+    """A form of a value that is equal only if every bit is equal."""
     if isinstance(value, np.ndarray | np.generic):
         return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()]
     if isinstance(value, np.random.Generator):

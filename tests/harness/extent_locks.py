@@ -1,11 +1,11 @@
-"""A file system in user space that locks extents of files for writers, as those that several machines share do.
+"""A file system in user space that locks extents of files for writers, like those that several machines share.
 
 ``python -m harness.extent_locks POINT EXTENT GRANT LATENCY`` mounts it at ``POINT``, and ends when it is unmounted.
 Writes of a file are direct, and several processes write at a time. Each extent of ``EXTENT`` bytes has one owner at a
-time, a process. It changes when another one writes there, which takes ``GRANT`` seconds; writes of an extent that come
-meanwhile wait for it. Each write and sync takes ``LATENCY`` seconds more, several at a time. For a line on standard
-input it prints what it counted, as JSON: by the name of a file, the last one of that name, how often extents were
-granted, how many extents that were, and the number of writes.
+time, a process. A write of another process changes the owner, which takes ``GRANT`` seconds; writes of the extent that
+come meanwhile wait for that. Each write and sync takes ``LATENCY`` seconds more, several at a time. For a line on
+standard input it prints its counts as JSON: by the name of a file, for the last file of that name, how often extents
+were granted, how many extents that were, and the number of writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.in_memory import DIRECT, PARALLEL, Handle, Tree, process_of, serve
 
 @dataclass
 class Lock:
-    """Who owns an extent, since or from when, by time.monotonic."""
+    """The owner of an extent, and since or from when, by time.monotonic."""
 
     owner: int = 0
     since: float = 0.0
@@ -28,7 +28,7 @@ class Lock:
 
 @dataclass
 class Locks:
-    """Those of a file, by the number of the extent, and what was counted."""
+    """The owners of a file's extents, by number, and the counts."""
 
     extents: dict[int, Lock] = field(default_factory=dict)
     grants: int = 0

@@ -1,7 +1,7 @@
-"""Groups of real processes with a gloo process group: ranks that stay for many calls, and that a test may kill or stop.
+"""Groups of real processes with a gloo process group: ranks that serve many calls, and that a test may kill or stop.
 
 A zygote has imported torch, so a group of four is ready in a tenth of a second. A test hands over a function by name
-(any function at the top of a module, the test's own among them), and gets what it returned, raised or warned of::
+(any function at the top of a module, even of the test), and gets its result, exception and warnings::
 
     def _save(path):
         return fastckpt.distributed.save(parallel.state("fsdp"), path).bytes_total
@@ -10,7 +10,7 @@ A zygote has imported torch, so a group of four is ready in a tenth of a second.
         with forge.group(4) as group:
             group.run(_save, tmp_path / "c")
 
-No wait is without an end, and a group takes all its processes along. ``forge`` is a fixture of tests/conftest.py.
+No wait is endless, and a group ends all its processes. ``forge`` is a fixture of tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "GLOG_minloglevel": "2",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # The server of a TCPStore asks the name server for the name of each client, and answers no other meanwhile.
+    # The server of a TCPStore asks the name server for the name of each client, and answers no other client meanwhile.
     "RES_OPTIONS": "timeout:1 attempts:1",
     "FASTCKPT_TEST_HUGE": "1",
 }
@@ -44,16 +44,16 @@ FRAMEWORKS = (
     "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
     "torchdata.stateful_dataloader,harness.conversions"
 )
-# Nothing of torch's own that a rank warns of is the test's business.
+# Torch's own warnings in ranks do not concern the tests.
 NOISE: tuple[str, ...] = ("DTensor random operators may not have complete support on cpu",)  # torch 2.6, of any mesh
-# The way from this process to its test, where this process is a rank.
+# The channel from this process to its test, if this process is a rank.
 here: zygote.Channel | None = None
 
 
 def report(value: Any) -> None:
-    """Tell the test something from within a call; :meth:`Group.heard` gives it."""
+    """Report something to the test from within a call; :meth:`Group.heard` returns it."""
     if here is None:
-        raise AssertionError("only a rank of a group has somebody to report to")
+        raise AssertionError("only a rank of a group can report to a test")
     here.send({"heard": encode(value)})
 
 
@@ -67,8 +67,8 @@ def decode(text: str) -> Any:
 
 @dataclass
 class Strike:
-    """What befalls a rank: a signal to itself, or an exception raised, at the ``nth`` call of ``where``
-    (``module:attribute`` or ``module:Class.method``, also of the compiled core) that has ``match`` among its
+    """A fault of a rank: a signal to itself, or an exception, at the ``nth`` call of ``where``
+    (``module:attribute`` or ``module:Class.method``, even in the compiled core) that has ``match`` among its
     positional arguments."""
 
     rank: int
@@ -81,7 +81,7 @@ class Strike:
 
 @dataclass
 class Raised:
-    """An exception of a rank. ``error`` is the exception itself where it can be pickled."""
+    """An exception of a rank. ``error`` is the exception itself if it can be pickled."""
 
     kind: str
     bases: list[str]
@@ -95,7 +95,7 @@ class Raised:
 
 @dataclass
 class Outcome:
-    """How a call ended on one rank. ``began`` and ``ended`` are of ``time.monotonic``, which all processes share.
+    """The end of a call on one rank. ``began`` and ``ended`` are by ``time.monotonic``, which all processes share.
     ``status`` is the wait status of a rank that died."""
 
     rank: int
@@ -113,7 +113,7 @@ class Outcome:
 
 
 class FailedError(AssertionError):
-    """A call did not return on all ranks; ``outcomes`` says how it ended on each."""
+    """A call did not return on all ranks; ``outcomes`` has its end on each."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
@@ -136,7 +136,7 @@ class Group:
         self._busy: set[int] = set()
         self._dead: set[int] = set()
         self._keeper: zygote.Child | None = None
-        # When the last strike came, by time.monotonic; None: it has not come.
+        # When the last strike happened, by time.monotonic; None: not yet.
         self.struck: float | None = None
         try:
             port = 0
@@ -176,15 +176,15 @@ class Group:
             self._busy.add(rank)
 
     def outcomes(self, timeout: float = 60.0, *, ranks: Sequence[int] | None = None) -> list[Outcome]:
-        """How the call ended on each of the ranks that have one under way, in their order. A rank that is stopped, or
-        says nothing for ``timeout`` seconds, may be asked again."""
+        """The end of the call on each rank that runs one, in order. A rank that is stopped, or
+        sends nothing for ``timeout`` seconds, may be asked again."""
         deadline = time.monotonic() + timeout
         chosen = sorted(self._busy) if ranks is None else ranks
         return [self._outcome(rank, deadline) for rank in chosen]
 
     def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Run on all ranks (or ``ranks=``) and give what they returned; :class:`FailedError` unless all did. What a
-        rank warned of is warned of here."""
+        """Run on all ranks (or ``ranks=``) and return their results; :class:`FailedError` unless all returned. A
+        rank's warnings are repeated here."""
         self.start(function, *args, **kwargs)
         outcomes = self.outcomes(timeout)
         if any(each.kind != "returned" for each in outcomes):
@@ -197,7 +197,7 @@ class Group:
         return [each.value for each in outcomes]
 
     def heard(self, rank: int, timeout: float = 60.0) -> Any:
-        """The next thing that the rank reports from within its call, by :func:`report`."""
+        """The next report of the rank from within its call, by :func:`report`."""
         if not self._heard[rank]:
             message = self.children[rank].channel.receive(timeout)
             if "heard" not in message:
@@ -206,7 +206,7 @@ class Group:
         return self._heard[rank].pop(0)
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP: all of its threads stand still."""
+        """SIGSTOP: all of its threads stop."""
         self.children[rank].stop()
 
     def resume(self, rank: int) -> None:
@@ -217,11 +217,11 @@ class Group:
         self.children[rank].kill()
 
     def kill_store(self) -> None:
-        """SIGKILL the process that has the store (a group with ``store="apart"``)."""
+        """SIGKILL the process of the store (a group with ``store="apart"``)."""
         self._store.kill()
 
     def stop_store(self) -> None:
-        """SIGSTOP that process."""
+        """SIGSTOP the process of the store."""
         self._store.stop()
 
     def resume_store(self) -> None:
@@ -234,7 +234,7 @@ class Group:
         return self._keeper
 
     def close(self) -> None:
-        """End all processes of the group, whatever they are at."""
+        """End all processes of the group, whatever they are doing."""
         for child in filter(None, [*self.children, self._keeper]):
             child.kill()
             child.channel.sock.close()
@@ -261,13 +261,13 @@ class Group:
             else:
                 self.struck = message["at"]
                 if message["struck"]:
-                    # It says so before it stops, and SIGCONT would come too early.
+                    # Its report precedes its stop, so SIGCONT would come too early.
                     self.children[rank].until_stopped()
                     return Outcome(rank, "stopped")
 
 
 class Forge:
-    """Makes groups out of one zygote. Use :func:`forge`."""
+    """Makes groups from one zygote. Use :func:`forge`."""
 
     def __init__(self, parent: zygote.Zygote) -> None:
         self.zygote = parent
@@ -283,9 +283,9 @@ class Forge:
         timeout: float = 60.0,
         zygotes: Sequence[zygote.Zygote] | None = None,
     ) -> Iterator[Group]:
-        """``size`` ranks for as long as the block lasts. ``store``: in a process of its own, as in torchrun's agent,
+        """``size`` ranks for the ``with`` statement. ``store``: in a separate process, as in torchrun's agent,
         or in rank 0; ``backend=""``: no process group; ``timeout``: of torch's group and store, in seconds;
-        ``zygotes``: one a rank, for ranks in several network namespaces, that reach the store at ``host``."""
+        ``zygotes``: one per rank, for ranks in several network namespaces, which reach the store at ``host``."""
         made = Group(zygotes or [self.zygote] * size, store, host, backend, timeout)
         try:
             yield made
@@ -295,8 +295,8 @@ class Forge:
 
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
-    """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under, and ``env`` what it
-    has in its environment."""
+    """A zygote with torch for the ``with`` statement; ``prefix`` is a command to run it under, and ``env`` is added to
+    its environment."""
     variables = {**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
     with zygote.running(*prefix, env=variables) as parent:
         yield Forge(parent)

@@ -1,9 +1,9 @@
-"""A file system in user space that keeps what is written per handle, as clients of object stores do.
+"""A file system in user space that buffers writes per handle, like clients of object stores.
 
-``python -m harness.handle_buffers POINT FAILING`` mounts it at ``POINT``, and ends when it is unmounted. What a handle
-wrote reaches its file when that handle is synced, and is lost otherwise: when the handle is closed, as if power had
-failed then. Of files whose name ends with ``FAILING``, if that is not empty, a sync does nothing and says that all is
-well, and closing a handle that wrote fails with EIO.
+``python -m harness.handle_buffers POINT FAILING`` mounts it at ``POINT``, and ends when it is unmounted. The writes of
+a handle reach its file when that handle is synced, and are lost if it is closed without a sync, as if power had failed
+then. If ``FAILING`` is not empty, a sync of a file whose name ends with it does nothing and reports success, and
+closing a handle that wrote fails with EIO.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness.in_memory import Handle, Tree, serve
 
 
 class HandleBuffers(Tree):
-    """Keeps what is written per handle."""
+    """Buffers writes per handle."""
 
     def __init__(self, failing: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A file system in user space that stops to answer what it is told to.
+"""A file system in user space that stops answering chosen requests.
 
 ``python -m harness.hanging POINT`` mounts it at ``POINT``, and ends when it is unmounted. A line on standard input
-names the requests that it does not answer from then on, and perhaps the process whose requests alone those are; an
-empty one makes it answer all of them, also those that wait.
+names the requests that it does not answer from then on, and optionally the only process that is affected; an
+empty line makes it answer all requests, including the waiting ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from harness import in_memory
 from harness.in_memory import DIRECT, PARALLEL, Tree, process_of, serve
 
-#: What a line may name.
+#: The requests that a line may name.
 REQUESTS = {
     "lookup": in_memory.LOOKUP,
     "getattr": in_memory.GETATTR,

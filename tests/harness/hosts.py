@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with a host name of its own. Needs root."""
+"""Two hosts on one machine: network namespaces joined by a cable, each with its own host name. Needs root."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two(hidden: Path | None = None) -> Iterator[Hosts]:
-    """Two hosts for as long as the block lasts. They share all files but for ``hidden``: there the second has an empty
-    directory of its own."""
+    """Two hosts for the ``with`` statement. They share all files except ``hidden``: there the second host has its own
+    empty directory."""
     needs.network_namespaces()
     number = next(_numbers)
     spaces = [f"fastckpt-{os.getpid()}-{number}-{name}" for name in NAMES]
@@ -56,6 +56,6 @@ def two(hidden: Path | None = None) -> Iterator[Hosts]:
             hide = f"mount -t tmpfs none '{hidden}' && " if index and hidden is not None else ""
             script = f'echo {name} >/proc/sys/kernel/hostname && {hide}exec "$@"'
             prefix = ("ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", script, "sh")
-            # The name of a host resolves to its address in a cluster; here gloo is told the interface instead.
+            # In a cluster a host's name resolves to its address; here gloo gets the interface instead.
             forges.append(undo.enter_context(groups.forge(*prefix, env={"GLOO_SOCKET_IFNAME": "eth0"})))
         yield Hosts((forges[0], forges[1]))

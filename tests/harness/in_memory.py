@@ -1,4 +1,4 @@
-"""A file system in user space whose files lie in memory, for file systems that do one thing in another way.
+"""A file system in user space with its files in memory: the base of file systems that differ in one respect.
 
 Needs root. One thread answers all requests. The answer to one may go out later, while others are answered.
 """
@@ -28,7 +28,7 @@ MOVE = struct.Struct("<QQII")
 (OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, INIT) = (14, 15, 16, 17, 18, 20, 25, 26)
 (OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, CREATE, INTERRUPT, BATCH_FORGET) = (27, 28, 29, 30, 35, 36, 42)
 UNANSWERED = (FORGET, INTERRUPT, BATCH_FORGET)
-# Direct writes of several processes to one file at a time, each of whose requests may have as many bytes.
+# Direct writes of several processes to one file at a time, each with requests of the full length.
 DIRECT, PARALLEL = 1 << 0, 1 << 6
 LONGEST = 1 << 20
 FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # reads, large writes and direct I/O at the same time; the longest request
@@ -58,26 +58,26 @@ class Node:
 
 @dataclass
 class Handle:
-    """What is open, and what was written through it since it was synced."""
+    """An open handle, and the writes through it since its last sync."""
 
     node: Node
     written: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class Tree:
-    """The files, and what is asked of them."""
+    """The files, and the answers to requests."""
 
-    # What the kernel is told of each handle that is opened.
+    # The flags of the answer to each open.
     opened = 0
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self.nodes: dict[int, Node] = {}
         self.handles: dict[int, Handle] = {}
-        # The thread that made the request which is being answered, and when its answer may go, by time.monotonic.
+        # The thread whose request is being answered, and when the answer may go, by time.monotonic.
         self.thread = 0
         self.ready = 0.0
-        # When the answers that are still waiting may go at the latest.
+        # The time at which all waiting answers may have gone.
         self.latest = math.inf
         self.make(stat.S_IFDIR | 0o777, b"/")
 
@@ -102,23 +102,23 @@ class Tree:
         return struct.pack("<QII", number, self.opened, 0)
 
     def write(self, handle: Handle, at: int, data: memoryview) -> None:
-        """Take what is written."""
+        """Take a write."""
         place = handle.node.data
         place.extend(bytes(max(0, at - len(place))))
         place[at : at + len(data)] = data
 
     def sync(self, handle: Handle) -> None:
-        """Make durable what was written."""
+        """Make writes durable."""
 
     def close(self, handle: Handle, *, last: bool) -> None:
         """One of the descriptors of a handle is closed, or the ``last`` one was."""
 
     def told(self, line: str) -> str:
-        """What whoever started this is told for a line."""
+        """The answer to a line from the starting process."""
         raise NotImplementedError
 
     def forget(self, code: int, number: int, body: memoryview) -> None:
-        """Free what the kernel, which has no use for it any more, has removed."""
+        """Free a removed file that the kernel no longer uses."""
         forgotten = [number] if code == FORGET else []
         if code == BATCH_FORGET:
             forgotten = [each for each, _ in struct.iter_unpack("<QQ", body[8:])]
@@ -127,7 +127,7 @@ class Tree:
                 del self.nodes[each]
 
     def answer(self, code: int, number: int, body: memoryview) -> bytes:
-        """What the kernel is told, after the header."""
+        """The answer to the kernel, after the header."""
         if code in (LOOKUP, UNLINK, RMDIR, MKDIR, CREATE, LINK, RENAME):
             return self.on_names(code, number, body)
         if code == INIT:
@@ -221,13 +221,13 @@ class Tree:
 
 
 def process_of(thread: int) -> int:
-    """The process of a thread. The kernel names the thread that wrote, and io_uring writes in threads of its own."""
+    """The process of a thread. The kernel names the writing thread, and io_uring writes in its own threads."""
     status = Path(f"/proc/{thread}/status").read_text(encoding="ascii")
     return int(status.partition("\nTgid:")[2].split()[0])
 
 
 def serve(tree: Tree, point: str) -> None:
-    """Mount it at ``point``, say ``mounted``, answer each line of standard input, and end when it is unmounted."""
+    """Mount it at ``point``, print ``mounted``, answer each line of standard input, and end when it is unmounted."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"

@@ -1,4 +1,4 @@
-"""Rooms of fastckpt that tests look into, or change: the one place that names those that move."""
+"""Private modules of fastckpt that tests read or change: the only file that names those that move."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def join_saves():
 
 
 def kept_memory(*, staging=False):
-    """The pieces of host memory that are kept for the next snapshots, or to stage what goes from and to devices."""
+    """The pieces of host memory that are kept for the next snapshots, or for staging from and to devices."""
     return list(host_memory._free_staging if staging else host_memory._free)
 
 
@@ -55,7 +55,7 @@ def waiting_calls():
 
 
 def local_of(state, rank, ranks, *, per_rank=None, metadata=None, **options):
-    """What a rank brings to a save, described, before any other has heard of it: its part of the agreement."""
+    """A rank's part of the agreement on a save, before it is sent to any other rank."""
     settings = SaveSettings.of("save", options)
     spreads = Spreads(ranks, rank)
     request = build_request(

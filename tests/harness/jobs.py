@@ -1,4 +1,4 @@
-"""What children do (see :mod:`harness.zygote`). Each function takes the channel to its parent and plain JSON
+"""The jobs of children (see :mod:`harness.zygote`). Each function takes the channel to its parent and plain JSON
 arguments."""
 
 # ruff: noqa: BLE001, PERF203, PTH118, PTH208, TC001 - the parent judges every exception; paths are what the kernel is told
@@ -31,8 +31,7 @@ from harness.zygote import Channel
 if os.environ.get("FASTCKPT_TEST_TORCH"):
     importlib.import_module("fastckpt._tensors.torch")
 
-# A child that has given up its privileges cannot read /root's interpreter any more: what is imported late is
-# imported here.
+# A child that has given up its privileges can no longer read /root's interpreter, so late imports are done here.
 for late in (
     "tqdm",
     "gzip",
@@ -89,7 +88,7 @@ def round_trips(
     blocked: str | None = None,
     trusted: bool = True,
 ) -> dict[str, Any]:
-    """Save and load several times; what the reports and the log said, and what io_uring_setup answers here."""
+    """Save and load several times; returns the reports, the log, and the answer of io_uring_setup here."""
     os.environ.update(env or {})
     if memlock is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -129,7 +128,7 @@ def diagnose(
     memlock: int | None = None,
     blocked: str | None = None,
 ) -> dict[str, Any]:
-    """What ``fastckpt.tools.doctor`` says here, and what io_uring_setup answers."""
+    """The findings of ``fastckpt.tools.doctor`` here, and the answer of io_uring_setup."""
     os.environ.update(env or {})
     if memlock is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -143,7 +142,7 @@ def diagnose(
 
 
 def remove_held(channel: Channel, *, path: str, files: list[str]) -> None:
-    """Say so, wait for the word, then remove."""
+    """Report, wait for the command, then remove."""
     channel.send({"report": "ready"})
     channel.receive()
     fastckpt.remove(path, files=files)
@@ -160,9 +159,9 @@ def save_held(
     env: dict[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Prepare the state, say so, wait for the word, then save: so that a tracer sees the save alone.
+    """Prepare the state, report, wait for the command, then save, so that a tracer sees only the save.
 
-    ``constant`` zeros are a part of the state that is the same whatever the index.
+    ``constant`` zeros are a part of the state that does not depend on the index.
     """
     import numpy as np
 
@@ -180,11 +179,11 @@ def save_held(
 def snapshot_of_floats(
     channel: Channel, *, path: str, count: int, strided: bool, lazy: bool, **options: Any
 ) -> dict[str, Any]:
-    """Save one torch tensor of ``count`` elements asynchronously, at the word: so that a tracer sees that alone."""
+    """Save one torch tensor of ``count`` elements asynchronously, on command, so that a tracer sees only that."""
     import torch
 
     state = {"w": torch.zeros(count, 2)[:, 0] if strided else torch.zeros(count)}
-    # What the first save of a process tries out is over by then.
+    # The trials of a process's first save are over by then.
     fastckpt.save_async({}, path).result(60)
     channel.send({"report": "ready"})
     channel.receive()
@@ -219,7 +218,7 @@ def crowded(
     user: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Save and load where the process may have no more threads: a tracer refuses them once it is told to begin, or,
+    """Save and load while the process may start no threads: a tracer refuses them after the command to begin, or,
     with ``user``, a limit of that user's processes does."""
     state = numbered(7, nbytes)
     path = os.path.join(directory, "step")
@@ -242,7 +241,7 @@ def crowded(
 
 
 def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int) -> dict[str, Any]:
-    """Write a snapshot from the thread that calls, with a niceness for the threads that write."""
+    """Write a snapshot from the calling thread, with a niceness for the writing threads."""
     import numpy as np
 
     memory = np.ones(nbytes, np.uint8)
@@ -259,7 +258,7 @@ def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int) -> dic
 
 
 def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
-    """Fork while a save is held between two calls for bytes; what descriptors a child has, and the saver itself."""
+    """Fork while a save is held between two calls for bytes; returns the descriptors of a child and of the saver."""
     held, go_on = threading.Event(), threading.Event()
 
     def fill(ranges: list[tuple[int, int, int, int]]) -> None:
@@ -277,7 +276,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
     def descriptors() -> list[str]:
         found = []
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+            with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
                 found.append(str(Path("/proc/self/fd", name).readlink()))
         return found
 
@@ -311,7 +310,7 @@ def save_loop(
     nbytes: int = 1 << 20,
     **options: Any,
 ) -> None:
-    """Save state after state to one path, telling each before it begins and after it is durable."""
+    """Save state after state to one path, and report each before it begins and after it is durable."""
     for index in range(first, first + step * count, step):
         state = numbered(index, nbytes)
         channel.send({"report": ["begin", index]})
@@ -325,7 +324,7 @@ def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options:
 
 
 def write_file(channel: Channel, *, path: str, fill: int, nbytes: int, io: str = "auto", user: bool = False) -> None:
-    """Wait for the word, then write ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``; perhaps as a ``user``."""
+    """Wait for the command, then write ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``, optionally as ``user``."""
     if user:
         drop_privileges()
     channel.send({"report": "ready"})
@@ -341,7 +340,7 @@ def save_repeatedly(channel: Channel, *, path: str, count: int, nbytes: int, **o
 
 
 def contend(channel: Channel, *, path: str, first: int, step: int, count: int, nbytes: int, **options: Any) -> Any:
-    """Save to a path that others save to as well; how each save ended."""
+    """Save to a path to which other processes also save; the end of each save."""
     ends = []
     channel.send({"report": "ready"})
     channel.receive()
@@ -353,7 +352,7 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
                 fastckpt.save(state, path, **grouped(options))
             except (OSError, fastckpt.CheckpointError) as error:
                 end = [index, type(error).__name__, str(error)]
-            # A client's cache may hide what a rival has put there (FUSE): then this is what the error asks for.
+            # A client's cache may hide a rival's checkpoint (FUSE): then the error asks to save again.
             if "save again" not in end[2]:
                 break
         ends.append(end)
@@ -363,7 +362,7 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
 def load_timed(
     channel: Channel, *, path: str, headroom: int | None = None, operation: str = "load", **options: Any
 ) -> dict[str, Any]:
-    """Load in some way under a cap on address space; time, growth of resident memory, and how it ended."""
+    """Load in some way under a cap on address space; time, growth of resident memory, and the end."""
     if operation == "device":
         ways.prepare()
     if headroom is not None:
@@ -403,7 +402,7 @@ def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, A
 
 
 def _look(operation: str, path: str, nbytes: int) -> Any:
-    """Look at a checkpoint in one of the ways there are; the index of its state, where that way tells."""
+    """Read a checkpoint in one way; the index of its state, if that way shows it."""
     if operation in ("load", "mmap"):
         return which(fastckpt.load(path, io=fastckpt.IO(mmap=operation == "mmap")), nbytes)
     if operation == "open":
@@ -417,7 +416,7 @@ def _look(operation: str, path: str, nbytes: int) -> Any:
 
 
 def look(channel: Channel, *, path: str, operation: str = "load", nbytes: int = SMALL, held: bool = False) -> Any:
-    """Look at a checkpoint once, at the word if ``held``."""
+    """Read a checkpoint once, on command if ``held``."""
     if held:
         channel.send({"report": "ready"})
         channel.receive()
@@ -427,7 +426,7 @@ def look(channel: Channel, *, path: str, operation: str = "load", nbytes: int = 
 def look_until_told(
     channel: Channel, *, path: str, operations: list[str], nbytes: int = SMALL, least: int = 3
 ) -> dict[str, Any]:
-    """Look in every way in turn until the parent says a word; how often it went well, and all that did not."""
+    """Read in every way in turn until the parent's command; the number of successes, and all failures."""
     channel.send({"report": "ready"})
     well = dict.fromkeys(operations, 0)
     ill: dict[str, int] = {}
@@ -448,7 +447,7 @@ def look_until_told(
 
 
 def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[list[str]]:
-    """Load several checkpoints, one after another, in one process, once told to; how each ended in each way."""
+    """Load several checkpoints in sequence in one process, on command; the end of each in each way."""
     channel.send({"report": "ready"})
     channel.receive()
     ends = []
@@ -478,7 +477,7 @@ def modes(channel: Channel, *, path: str, umask: int, index: int = 1) -> dict[st
 
 
 def fork_and_save(channel: Channel, *, directory: str, io: str) -> dict[str, Any]:
-    """Save, fork, save in the child (which leaves by os._exit) and in the parent at once, then again in the parent."""
+    """Save, fork, save in the child (which ends by os._exit) and in the parent at once, then again in the parent."""
     fastckpt.save(numbered(1), os.path.join(directory, "before"), io=io)
     children = []
     for number in range(3):
@@ -500,7 +499,7 @@ def fork_and_save(channel: Channel, *, directory: str, io: str) -> dict[str, Any
 
 
 def refused(channel: Channel, *, path: str, user: bool = False, index: int = 1, operation: str = "save") -> None:
-    """Try to save (or load) as somebody who may not. An asynchronous save is refused at the call."""
+    """Try to save (or load) as a user without permission. An asynchronous save is refused at the call."""
     state = numbered(index)
     call = getattr(fastckpt, operation)
     if user:
@@ -524,19 +523,19 @@ def mutations(
     rotate: bool = False,
 ) -> dict[str, Any]:
     """Load under every mutant of a manifest (a JSON list in a file) in place, in each of the ways ``among``, or in the
-    first and, by turns, one other; how each ended, by way, and what must not be.
+    first and, by turns, another; the end of each, by way, and every violation.
 
-    A mutant under a correct checksum may be a legal checkpoint that says something else about the same bytes. What
-    it may never do is bring back bytes that are no tensor's of the original, change memory beside a target, or raise
-    anything but what is documented.
+    A mutant under a correct checksum may be a legal checkpoint with another meaning of the same bytes. But
+    it may never return bytes that belong to no tensor of the original, change memory beside a target, or raise
+    an undocumented exception.
     """
     manifest = Path(directory) / "fastckpt.json"
     whole = fastckpt.load(original, framework=framework)
-    # Of what is made of several tensors, also these.
+    # Also the tensors of which a value is made.
     genuine = {*ways.contents([whole, ways.through("open", original)]), b""}
     cases = json.loads(Path(mutants).read_text(encoding="ascii"))
     if "device" in among:
-        # Torch has arrays of another byte order in its own.
+        # Torch converts arrays of another byte order to its own.
         genuine.update(ways.contents(ways.through("device", original)))
     _limit_address_space(headroom)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -547,7 +546,7 @@ def mutations(
         manifest.write_bytes(bytes.fromhex(case["bytes"]))
         first, *others = among
         for way in [first, others[number % len(others)]] if rotate else among:
-            # Of the processor: others may want it too, and whatever hangs meets the parent's patience.
+            # CPU time: the processor may be busy, and the parent limits a hang.
             start = time.process_time()
             end, fault = _one(way, directory, framework, whole, genuine)
             ways.forget()
@@ -565,7 +564,7 @@ def mutations(
 
 
 def _one(way: str, directory: str, framework: str, whole: Any, genuine: set[bytes]) -> tuple[str, str]:
-    """How loading in one way ended, and what is wrong with that."""
+    """The end of a load in one way, and the violation, if any."""
     try:
         loaded = ways.through(way, directory, framework=framework, io="threads", threads=1)
     except (OSError, fastckpt.CheckpointError) as error:
@@ -584,7 +583,7 @@ def _one(way: str, directory: str, framework: str, whole: Any, genuine: set[byte
 
 
 def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
-    """Ask for the metadata under every mutant of a manifest; how each ended."""
+    """Read the metadata under every mutant of a manifest; the end of each."""
     ends = []
     for case in json.loads(Path(mutants).read_text(encoding="ascii")):
         (Path(directory) / "fastckpt.json").write_bytes(bytes.fromhex(case["bytes"]))
@@ -600,22 +599,22 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     return ends
 
 
-#: What a child imports that ``import`` has look at a file.
+#: The imports of a child with which ``import`` examines a file.
 LOOKING = "fastckpt._tensors.torch,fastckpt._tools.convert.pickled,fastckpt._tools.convert.distributed"
-#: The status of a process that is so short of memory that it cannot say so.
+#: The status of a process that lacks even the memory to report it.
 OUT_OF_MEMORY = 71
 
 
 def look_first(channel: Channel, *, path: str, answer: str, memory: int, seconds: int) -> None:
-    """What ``import`` starts a child for, with so much of each: it ends the process, with an exception where the child
-    has one."""
+    """The work of a child of ``import``, under these limits: it ends the process, with an exception if the child
+    raised one."""
     from fastckpt._tools.convert import pickled
 
     pickled._MEMORY, pickled._SECONDS = memory, seconds
     try:
         pickled.look(path, os.open(answer, os.O_WRONLY))
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)  # an answer takes memory, too
+        os._exit(OUT_OF_MEMORY)  # an answer also needs memory
 
 
 def _limit_address_space(headroom: int) -> None:

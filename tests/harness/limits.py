@@ -1,5 +1,5 @@
-"""Sizes and times inside of fastckpt that are made for real checkpoints: each is named here alone, for tests that set a
-small one."""
+"""Sizes and times inside fastckpt that suit real checkpoints: only this file names them, for tests that set a
+smaller one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _place(what: str) -> tuple[Any, str]:
 
 
 def of(what: str) -> Any:
-    """The size or the time that is named so."""
+    """The size or the time of this name."""
     return getattr(*_place(what))
 
 
@@ -52,7 +52,7 @@ def lower(patch: Any, what: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def lowered(what: str, value: Any) -> Iterator[None]:
-    """Have it set for as long as the block lasts."""
+    """Have it set for the ``with`` statement."""
     before = of(what)
     put(what, value)
     try:

@@ -1,4 +1,4 @@
-"""What fastckpt says in its log, also in a process that a test has started."""
+"""The log of fastckpt, even in a process that a test has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastckpt import`` looks at a file of torch's in a child first, whose interpreter takes seconds to import torch."""
+"""``fastckpt import`` first examines a file of torch in a child, whose interpreter takes seconds to import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import jobs, limits, points
 
 
 class Subprocess:
-    """The module ``subprocess``, as far as the command calls it."""
+    """The part of the module ``subprocess`` that the command uses."""
 
     DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
 
@@ -21,7 +21,7 @@ class Subprocess:
 
 
 def least() -> dict[str, int]:
-    """The limits of this process, where a test may have lowered them."""
+    """The limits of this process, which a test may have lowered."""
     return {"memory": limits.of("bytes of a look"), "seconds": limits.of("seconds of a look")}
 
 
@@ -38,6 +38,6 @@ def forked() -> Iterator[None]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return subprocess.CompletedProcess(command, status, b"", b"")
 
-    # The module alone, not the functions of subprocess that others use.
+    # Only the module, not the functions of subprocess that others use.
     with points.replaced(points.LOOK, lambda _: Subprocess(run)):
         yield

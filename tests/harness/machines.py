@@ -1,4 +1,4 @@
-"""What looks like another machine: a host name, a boot id and processes of its own, though the kernel is this one."""
+"""A simulated second machine: its own host name, boot id and processes, on the same kernel."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ exec "$@"
 
 
 def command(host: str, boot: str = "-", *, pids: bool = True) -> list[str]:
-    """The command that runs what follows it as a machine called ``host``, booted as the file ``boot`` says."""
+    """The command prefix that runs a program on a machine called ``host``, with the boot id in the file ``boot``."""
     apart = ["--pid", "--fork", "--kill-child", "--mount-proc"] if pids else []
     return ["unshare", "--uts", "--mount", *apart, "sh", "-c", _ENTER, host, boot]
 
 
 @contextlib.contextmanager
 def machine(directory: Path, host: str, *, boot: bool = True, pids: bool = True) -> Iterator[zygote.Zygote]:
-    """Children on a machine of that name; ``boot`` gives it a boot id of its own, ``pids`` a PID namespace."""
+    """Children on a machine of that name; ``boot`` gives it its own boot id, ``pids`` a PID namespace."""
     needs.root()
     given = "-"
     if boot:
         given = str(directory / f"boot-{uuid.uuid4()}")
         Path(given).write_text(f"{uuid.uuid4()}\n", encoding="ascii")
-    # The monitor's counters would add calls to those that savers are stopped at.
+    # The monitor's counters would add calls to those at which savers are stopped.
     with zygote.running(*command(host, given, pids=pids), env={"FASTCKPT_TOP": "0"}) as children:
         yield children
 
@@ -52,8 +52,8 @@ def stopped_save(
     at: Path | None = None,
     **options: Any,
 ) -> Iterator[zygote.Child]:
-    """A save that stands in front of its ``when``-th ``call`` (of those that name ``at``) while the block runs.
-    It goes on after that, unless the block has killed it."""
+    """A save that is stopped before its ``when``-th ``call`` (of those that name ``at``) during the ``with`` statement.
+    It continues afterwards, unless it was killed."""
     options = {"index": 1, "nbytes": 1 << 18, "threads": 1, **options}
     child = children.start("save_held", path=str(path), **options)
     child.next(60)

@@ -1,8 +1,8 @@
-"""docs/format.md, implemented a second time, in plain Python and straight from the document.
+"""A second implementation of docs/format.md, in plain Python and straight from the document.
 
 It serves as an oracle (``read``: every byte of a checkpoint against every checksum, sharing no code with the core) and
-as a forger (``seal``: any body under a correct prefix, so that a test reaches what lies behind the checksum). The sum
-of much data is a library's; a test compares it with the definition.
+as a forger (``seal``: any body under a correct prefix, so that a test reaches the code behind the checksum). The sum
+of much data comes from a library; a test compares it with the definition.
 """
 
 # ruff: noqa: PTH208, TC003 - names as the directory has them
@@ -20,7 +20,7 @@ from typing import Any
 
 try:
     import anycrc  # type: ignore[import-untyped]
-except ImportError:  # scripts/gpu takes a machine as it is
+except ImportError:  # scripts/gpu installs nothing
     anycrc = None
 
 NAME = "fastckpt.json"
@@ -66,20 +66,20 @@ def _table() -> tuple[int, ...]:
 
 
 TABLE = _table()
-#: From here on a byte at a time takes longer than a test should: 10 MB/s.
+#: For more bytes, a byte at a time (10 MB/s) takes too long for a test.
 MUCH = 4096
 _library = anycrc and anycrc.Model("CRC64-NVME")
 
 
 def crc64(data: bytes, value: int = 0) -> int:
-    """CRC-64/NVME of what has the sum ``value``, followed by ``data``."""
+    """CRC-64/NVME of bytes with the sum ``value``, followed by ``data``."""
     if _library is None or len(data) < MUCH:
         return crc64_by_definition(data, value)
     return int(_library.calc(data, value))
 
 
 def crc64_by_definition(data: bytes, value: int = 0) -> int:
-    """CRC-64/NVME, one byte at a time: slow, short, and plainly the definition."""
+    """CRC-64/NVME, one byte at a time: slow, short, and clearly the definition."""
     table = TABLE
     value ^= ALL_ONES
     for byte in data:
@@ -108,7 +108,7 @@ def body_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def own_checksum(checkpoint: Path) -> str:
-    """The checksum that a checkpoint's manifest has of itself."""
+    """The checksum of a checkpoint's manifest, from its first line."""
     return str(json.loads((checkpoint / NAME).read_bytes())["crc64nvme"])
 
 
@@ -118,7 +118,7 @@ def forge(checkpoint: Path, body: dict[str, Any] | bytes, *, version: str = "1",
 
 
 def shard_bytes(tensors: list[tuple[str, str, list[int], bytes]], *, pad_to: int = 4096) -> tuple[bytes, int]:
-    """A safetensors file as section 2 wants it, and where its data begins."""
+    """A safetensors file according to section 2, and where its data begins."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape, data in tensors:
@@ -197,7 +197,7 @@ def minimal(
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as it lies in the files."""
+    """One tensor in the files."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -207,7 +207,7 @@ class Stored:
 
 
 class WrongError(AssertionError):
-    """The checkpoint is not what docs/format.md says."""
+    """The checkpoint violates docs/format.md."""
 
 
 def _need(condition: bool, what: str) -> None:
@@ -254,7 +254,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read(checkpoint: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint, after comparing every byte of every file with every checksum and rule there is."""
+    """Every tensor of a checkpoint, after a comparison of every byte of every file with every checksum and rule."""
     body = read_manifest(checkpoint)
     block_size = body["block_size"]
     _need(block_size % 4096 == 0 and 4096 <= block_size <= 1 << 30, f"block_size {block_size}")
@@ -317,7 +317,7 @@ def read(checkpoint: Path) -> dict[str, Stored]:
 
 
 def _read_index(checkpoint: Path, stored: dict[str, Stored], prefixes: dict[str, str]) -> None:
-    """Hugging Face's index says where each tensor of the model is."""
+    """Check that Hugging Face's index has the place of each tensor of the model."""
     index = json.loads((checkpoint / "model.safetensors.index.json").read_bytes())
     model = {name: entry for name, entry in stored.items() if not entry.shard.startswith("training/")}
     names = {name[len(prefixes[entry.shard]) :]: entry.shard for name, entry in model.items()}
@@ -326,12 +326,12 @@ def _read_index(checkpoint: Path, stored: dict[str, Stored], prefixes: dict[str,
 
 
 def listing(directory: Path) -> list[str]:
-    """Everything in a directory, hidden files too: what a test for litter looks at."""
+    """Everything in a directory, including hidden files, for tests that look for leftovers."""
     return sorted(os.listdir(directory))
 
 
 def lock(directory: Path) -> int:
-    """Hold what a living writer holds, until the descriptor is closed: an open file description's lock on one byte."""
+    """Hold the lock of a living writer until the descriptor is closed: an open file description's lock on one byte."""
     fd = os.open(directory / NAME, os.O_WRONLY)
     # struct flock: type, whence, start, length, pid.
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))

@@ -1,4 +1,4 @@
-"""What one rank of :mod:`harness.groups` does in its process: join, then run what it is told, call after call."""
+"""One rank of :mod:`harness.groups` in its process: it joins, then runs call after call."""
 
 # ruff: noqa: BLE001, TC001 - the parent judges every exception; types by name
 
@@ -27,7 +27,7 @@ from harness import groups, points
 from harness.groups import decode, encode
 from harness.zygote import Channel
 
-# What the first save, FSDP, tensor parallelism and DCP import, a second or more of it: once, before the forks.
+# The imports of the first save, FSDP, tensor parallelism and DCP, a second or more: once, before the forks.
 for late in (
     "encodings.idna",
     "fastckpt.dcp",
@@ -51,7 +51,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def store(channel: Channel, *, host: str) -> NoReturn:
-    """Serve the store of a job from a process of its own, as torchrun's agent does."""
+    """Serve the store of a job from a separate process, like torchrun's agent."""
     _die_with_parent()
     server = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
     channel.send({"report": server.port})
@@ -61,11 +61,11 @@ def store(channel: Channel, *, host: str) -> NoReturn:
 def serve(
     channel: Channel, *, rank: int, size: int, host: str, port: int, backend: str, timeout: float, apart: bool
 ) -> NoReturn:
-    """Join the group, and run what comes until the parent closes. Port 0: this rank has the store, which is else one of
-    another rank, or ``apart`` from all of them."""
+    """Join the group, and run calls until the parent closes. Port 0: this rank has the store, which otherwise belongs
+    to another rank, or is ``apart`` from all ranks."""
     groups.here = channel
     _die_with_parent()
-    faulthandler.enable()  # where it stood, among what the failed test has captured
+    faulthandler.enable()  # its stack, in the captured output of a failed test
     torch.set_num_threads(1)
     master = port == 0
     client = dist.TCPStore(
@@ -73,7 +73,7 @@ def serve(
     )
     if master:
         channel.send({"report": client.port})
-    # What torchrun tells a program, whose own `init_process_group("gloo")` then joins.
+    # The variables of torchrun, with which a program's `init_process_group("gloo")` joins.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -83,7 +83,7 @@ def serve(
         TORCHELASTIC_USE_AGENT_STORE=str(apart),
     )
     if backend:
-        # Torch puts a prefix of its own before the keys.
+        # Torch adds its own prefix to the keys.
         dist.init_process_group(backend, store=client, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     channel.send({"report": "joined"})
     while True:
@@ -95,14 +95,14 @@ def serve(
 
 
 def _call(channel: Channel, module: str, name: str, folder: str, given: str) -> dict[str, Any]:
-    # Told by a clock that all processes of a machine share.
+    # By a clock that all processes of a machine share.
     began = time.monotonic()
     answer: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         undo = None
         try:
-            # The module of a test is where arguments may come from, too.
+            # Arguments may also come from the test's module.
             if folder not in sys.path:
                 sys.path.append(folder)
             args, kwargs, strike = decode(given)
@@ -130,7 +130,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     except Exception:
         kept = None
     failures = getattr(error, "failures", ())
-    if not isinstance(failures, tuple):  # an exception of torch's has a dict of that name
+    if not isinstance(failures, tuple):  # an exception of torch has a dict of that name
         failures = ()
     return {
         "kind": type(error).__name__,
@@ -145,7 +145,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
-    """Put the blow in the way of the one call that it waits for; what takes it away again."""
+    """Put the fault in the way of its call; returns the function that removes it."""
     if strike is None:
         return None
     left = [strike.nth]
@@ -179,7 +179,7 @@ def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
 
 
 def _die_with_parent() -> None:
-    """Nobody outlives the zygote, which goes when the test's process does."""
+    """End with the zygote, which ends with the test's process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

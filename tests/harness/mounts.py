@@ -1,4 +1,4 @@
-"""File systems of our own, made for one test and gone after it. All need root."""
+"""File systems that are made for one test and removed after it. All need root."""
 
 # ruff: noqa: PTH101 - a name, not a Path
 
@@ -40,14 +40,14 @@ def _mounted(base: Path, *arguments: str) -> Iterator[Path]:
     try:
         yield point
     finally:
-        # Lazily when busy: a test that failed may have left a process inside, and must not leave the mount as well.
+        # Lazily when busy: a failed test may have left a process inside, but must not leave the mount.
         if subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode != 0:
             _run("umount", "-l", str(point))
 
 
 @contextlib.contextmanager
 def public_directory() -> Iterator[Path]:
-    """A directory that any user may write into: pytest's own tmp_path is 0700 all the way up."""
+    """A directory to which any user may write: pytest's tmp_path and its parents have mode 0700."""
     with tempfile.TemporaryDirectory(prefix="fastckpt-test-") as name:
         os.chmod(name, 0o777)
         yield Path(name)
@@ -55,8 +55,8 @@ def public_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def mount(kind: str, *, size: int | None = None, options: str = "", image: Path | None = None) -> Iterator[Path]:
-    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, fuse, ext4, xfs, btrfs) and yield where; or the one
-    in ``image``. What has reached the device of one of the last three lies in ``image`` beside the mount point."""
+    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, fuse, ext4, xfs, btrfs), or the one
+    in ``image``; yields its mount point. The device of the last three kinds is ``image`` beside the mount point."""
     needs.root()
     extra = f",{options}" if options else ""
     with tempfile.TemporaryDirectory(prefix=f"fastckpt-{kind}-", ignore_cleanup_errors=True) as name:
@@ -72,7 +72,7 @@ def mount(kind: str, *, size: int | None = None, options: str = "", image: Path 
             layers = f"lowerdir={base}/lower,upperdir={base}/upper,workdir={base}/work"
             arguments = ["-t", "overlay", "-o", f"{layers}{extra}", "overlay"]
         elif kind == "fuse":
-            # Mirrors a directory through a process; knows neither flags of rename nor fallocate.
+            # Mirrors a directory through a process, without flags of rename and fallocate.
             needs.tool("bindfs", "bindfs")
             needs.tool("mount.fuse3", "fuse3")
             (base / "below").mkdir()
@@ -92,7 +92,7 @@ def mount(kind: str, *, size: int | None = None, options: str = "", image: Path 
 
 @contextlib.contextmanager
 def twins() -> Iterator[tuple[Path, Path]]:
-    """One directory behind two FUSE mounts: two clients with caches and locks of their own."""
+    """One directory behind two FUSE mounts: two clients with separate caches and locks."""
     needs.root()
     needs.tool("bindfs", "bindfs")
     needs.tool("mount.fuse3", "fuse3")
@@ -110,7 +110,7 @@ def twins() -> Iterator[tuple[Path, Path]]:
 
 @contextlib.contextmanager
 def unanswering(point: Path) -> Iterator[None]:
-    """Stop the process behind a mount of the kind ``fuse`` for a while: whoever asks it waits."""
+    """Stop the process behind a mount of the kind ``fuse`` for a while, so that requests wait."""
     behind = [
         int(process.name)
         for process in Path("/proc").iterdir()
@@ -154,14 +154,14 @@ def _in_memory(module: str, *arguments: str) -> Iterator[tuple[Path, subprocess.
 
 @contextlib.contextmanager
 def handle_buffers(failing: str = "") -> Iterator[Path]:
-    """A FUSE mount that keeps what is written per handle: see the module of that name."""
+    """A FUSE mount that buffers writes per handle: see the module of that name."""
     with _in_memory("handle_buffers", failing) as (point, _):
         yield point
 
 
 @contextlib.contextmanager
 def hanging() -> Iterator[tuple[Path, Callable[..., None]]]:
-    """A FUSE mount, and what makes it leave requests without an answer; without any, it answers again."""
+    """A FUSE mount, and a function that names the requests to leave unanswered; without any, it answers again."""
     with _in_memory("hanging") as (point, daemon):
 
         def hang(*requests: str) -> None:
@@ -181,7 +181,7 @@ def hanging() -> Iterator[tuple[Path, Callable[..., None]]]:
 def extent_locks(
     *, extent: int = 4 << 20, grant: float = 0.01, latency: float = 0.0
 ) -> Iterator[tuple[Path, Callable[[], dict[str, list[int]]]]]:
-    """A FUSE mount that locks extents for writers, and what it has counted so far: see the module of that name."""
+    """A FUSE mount that locks extents for writers, and its counts so far: see the module of that name."""
     with _in_memory("extent_locks", str(extent), str(grant), str(latency)) as (point, daemon):
 
         def counted() -> dict[str, list[int]]:

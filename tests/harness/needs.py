@@ -1,4 +1,4 @@
-"""What a test needs of its machine. A need that is not met skips loudly, and fails where ``CI=true``:
+"""The requirements of tests on the machine. An unmet requirement skips with a message, and fails if ``CI=true``:
 a silent gap is a bug."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CAP_SYS_ADMIN = 21
 
 
 def missing(what: str) -> None:
-    """Skip with a reason; fail instead where CI promises that everything is there."""
+    """Skip with a reason; fail instead in CI, which promises to have everything."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must provide this, and does not: {what}")
     pytest.skip(f"NOT TESTED HERE: {what}", allow_module_level=True)
 
 
 def root() -> None:
-    """Require a root that may mount: a container's root without CAP_SYS_ADMIN is an ordinary user to these tests."""
+    """Require a root that may mount: a container's root without CAP_SYS_ADMIN counts as an ordinary user."""
     if os.geteuid() != 0:
         missing("needs root (mounts, loop devices, other user ids)")
     if not _capable(CAP_SYS_ADMIN):
@@ -63,7 +63,7 @@ def linux(version: tuple[int, int], what: str) -> None:
 
 
 def of_torch(has: bool, what: str) -> None:
-    """Require something that the oldest torch that is supported lacks."""
+    """Require a feature that the oldest supported torch lacks."""
     if not has:
         missing(f"torch {importlib.import_module('torch').__version__} lacks {what}")
 
@@ -81,7 +81,7 @@ def _capable(capability: int) -> bool:
 
 
 def tool(name: str, package: str) -> str:
-    """The path of a program, or a loud skip that names the package that has it."""
+    """The path of a program, or a skip that names its package."""
     found = shutil.which(name)
     if found is None:
         missing(f"needs the program {name} (apt-get install {package})")
@@ -90,7 +90,7 @@ def tool(name: str, package: str) -> str:
 
 
 def package(name: str) -> Any:
-    """The module of a package, or a loud skip."""
+    """The module of a package, or a skip with a message."""
     try:
         return importlib.import_module(name)
     except ImportError:

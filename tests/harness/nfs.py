@@ -24,7 +24,7 @@ DISK = 512 << 20
 
 
 def require() -> Path:
-    """Where the programs are, or a loud skip."""
+    """The directory of the programs, or a skip with a message."""
     if not (UNPACKED / "whole").exists() or not (UNPACKED / "xstate.so").exists():
         needs.missing("needs user-mode Linux and an NFS server (run tests/harness/uml/fetch)")
     needs.tool("mkfs.ext4", "e2fsprogs")
@@ -33,7 +33,7 @@ def require() -> Path:
 
 
 def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
-    """Run a Python program between two clients; the JSON lines that it wrote to ``OUT/results``."""
+    """Run a Python program between two clients; returns the JSON lines that it wrote to ``OUT/results``."""
     programs = require()
     with tempfile.TemporaryDirectory(prefix="fastckpt-uml-") as name:
         out = Path(name)
@@ -41,7 +41,7 @@ def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
         with disk.open("wb") as file:
             file.truncate(DISK)
         subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)
-        # Not on the kernel's command line, which is short and which the kernel adds to.
+        # Not on the kernel's command line, which is short and to which the kernel adds.
         (out / "program").write_text(json.dumps([str(program), *arguments]), encoding="utf-8")
         command = [
             *("timeout", "--signal=KILL", str(seconds), str(programs / "usr/bin/linux.uml")),
@@ -54,7 +54,7 @@ def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
             **{key: value for key, value in os.environ.items() if not key.startswith("FASTCKPT_")},
             "LD_PRELOAD": str(programs / "xstate.so"),
         }
-        # In a session of its own, which `timeout` ends as a whole: each of its processes is one of this machine's.
+        # In a separate session, which `timeout` ends as a whole: each of its processes is one of this machine's.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=variables, check=False, start_new_session=True
         )

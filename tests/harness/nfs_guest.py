@@ -1,4 +1,4 @@
-"""What runs inside (see :mod:`harness.nfs`): the scenarios of a module, each in a directory of its own."""
+"""The program inside (see :mod:`harness.nfs`): the scenarios of a module, each in its own directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair:
         return [self.running.enter_context(machines.machine(self.logs, name)) for name in self.names]
 
     def replace(self) -> None:
-        """A scenario that failed may have left a process that is not to be spoken to."""
+        """Close a machine: a failed scenario may have left a process that does not answer."""
         with contextlib.suppress(Exception):
             self.running.close()
         self.children = self._start()
@@ -45,7 +45,7 @@ def main(module: str, names: list[str]) -> None:
         try:
             directories = [client / name.replace(":", "-") for client in nfs.CLIENTS]
             directories[0].mkdir()
-            # The other client may believe for a while that there is none.
+            # The other client's cache may lack it for a while.
             machines.wait_until(directories[1].is_dir)
             getattr(scenarios, scenario)(*zip(pairs[host].children, directories, strict=True), logs)
         except BaseException:  # noqa: BLE001 - whatever it was, the test outside is told

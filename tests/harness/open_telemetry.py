@@ -1,4 +1,4 @@
-"""An SDK of OpenTelemetry in memory, and what it got."""
+"""An SDK of OpenTelemetry in memory, and its records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sdk:
 
     @staticmethod
     def take(tracer, meter):
-        """Have what this process does from here on go to these."""
+        """Export the work of this process to it from here on."""
         open_telemetry._exporter = open_telemetry.Exporter(tracer, meter)
 
     def close(self):
@@ -38,7 +38,7 @@ class Sdk:
         self.meters.shutdown()
 
     def spans(self):
-        """Ours by name; each name once."""
+        """Our spans by name; each name must occur once."""
         found = [span for span in self.kept.get_finished_spans() if span.name.startswith(("fastckpt.", "megatron."))]
         named = {span.name: span for span in found}
         assert len(named) == len(found)
@@ -60,7 +60,7 @@ def parent(span):
 
 @contextlib.contextmanager
 def listening():
-    """It gets what this process does for as long as the block lasts, as if nothing had been exported before."""
+    """An SDK that gets the work of this process during the ``with`` statement, as if for the first time."""
     before, export._told = (open_telemetry._exporter, export._told), False
     made = Sdk()
     try:
@@ -71,7 +71,7 @@ def listening():
 
 
 def forget_failures():
-    """Raise no failure of an asynchronous save any more that nobody has asked for."""
+    """Drop failures of asynchronous saves whose results were not read."""
     while True:
         with contextlib.suppress(OSError, fastckpt.CheckpointError):
             fastckpt.background.drain(60)

@@ -1,4 +1,4 @@
-"""Options of saves and loads as tests draw them and send them to children: flat, by name."""
+"""Options of saves and loads in the form that tests draw and send to children: flat, by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _RECORDS = {
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options in the records that take them: ``io=``, ``files=``, ``registry=`` and ``ranks=``.
+    """The same options in their records: ``io=``, ``files=``, ``registry=`` and ``ranks=``.
 
     Args:
-        options: options by name; a record or its short form may be there, too.
+        options: options by name; a record or its short form is also possible.
     """
     made = {name: value for name, value in options.items() if not any(name in known for known in _RECORDS.values())}
     for argument, known in _RECORDS.items():

@@ -1,4 +1,4 @@
-"""States of one small training job under every way to spread it over ranks.
+"""States of one small training job, spread over ranks in every way.
 
 The model is a transformer with odd sizes and tied weights, the optimizer Adam after two steps. The values are those of
 one process in every topology, to the last bit: so the checkpoints of all of them must be the same bytes.
@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from harness import needs
 
-# FSDP of torch 2.6 refuses to cut what tensor parallelism has cut unequally.
+# FSDP of torch 2.6 refuses to cut tensors that tensor parallelism has cut unequally.
 VOCABULARY = 61 if needs.torch_at_least(2, 7) else 64
 WIDTH, INNER, BLOCKS = 24, 52, 2
-#: Of Adam.
+#: The moments of Adam.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -106,7 +106,7 @@ def _reference(tied: bool, scale: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
-    """A DTensor of what all ranks have alike: no rank sends it."""
+    """A DTensor from values that all ranks have: no rank sends it."""
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     local = whole
@@ -149,7 +149,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
 
     parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
     if tied:
-        # The two share their rows; the plan of a head gives it the same placement.
+        # The two share their rows; the plan of a head gives the same placement.
         model.head.weight = model.embed.weight
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         model.head.weight = model.embed.weight
@@ -187,14 +187,14 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
     values, moments = reference(tied=tied, scale=scale)
 
     def spread(chosen: dict[str, Any]) -> nn.Module:
-        """A model with these values, spread by torch itself: so its moments lie as its parameters do."""
+        """A model with these values, spread by torch itself, so that its moments are spread like its parameters."""
         made = Model(tied=tied, stage=stage, scale=scale)
         made.load_state_dict({key: chosen.get(key, each) for key, each in made.state_dict().items()})
         return TOPOLOGIES[topology][0](made)
 
     model = spread(values) if trained else spread({})
     optimizer = adam(model)
-    # What a step would make of no gradient; torch works out anew in each process how it spreads each operation of one.
+    # The gradients, set by hand: in a step, each process would work out the spread of each operation anew.
     for parameter in model.parameters():
         moments_of = {name: torch.zeros_like(parameter) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments_of}
@@ -207,7 +207,7 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
 
 
 def state(topology: str, **options: Any) -> dict[str, Any]:
-    """What training saves: ``get_state_dict`` of model and optimizer, and a few values."""
+    """The state of training: ``get_state_dict`` of model and optimizer, and a few values."""
     model, optimizer = build(topology, **options)
     return state_of(model, optimizer)
 

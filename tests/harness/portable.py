@@ -1,6 +1,6 @@
-"""In this process fastckpt reads with the portable reader, as on a laptop, and saves with the compiled core.
+"""Has fastckpt in this process read with the portable reader, as on a laptop, and save with the compiled core.
 
-``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests of reading so.
+``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs such tests of reading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.machinery import ExtensionFileLoader, SourceFileLoader
 from pathlib import Path
 
 NAME = "fastckpt._core"
-#: Tests of what the compiled core alone does, by what that is.
+#: Tests of features that only the compiled core has, by feature.
 OTHERS = {
     "keeps shards open": (
         "test_an_open_checkpoint_stays_readable",
@@ -45,7 +45,7 @@ OTHERS = {
 
 
 class Finder:
-    """Finds the Python module in the place of the compiled one, as if that were missing."""
+    """Finds the Python module in place of the compiled one, as if that were missing."""
 
     @staticmethod
     def find_spec(name, path, _target=None):

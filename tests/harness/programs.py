@@ -1,9 +1,9 @@
-"""Programs in Python, run by forked children: what they import of torch is imported already, and is seconds each time.
+"""Python programs, run by forked children: their imports of torch, which take seconds, are done already.
 
-How a program starts is for tests that start it as a user does; each file that uses this has one.
+Each file that uses this also has a test that starts a program like a user.
 """
 
-# ruff: noqa: BLE001 - a program's every exception is its own affair
+# ruff: noqa: BLE001 - every exception of a program is part of its result
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def run(
     timeout: float = 120.0,
     forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command``, a script and its arguments, to its end, as ``subprocess.run`` with ``capture_output`` would in
-    an interpreter; what it says is text, with each carriage return. ``forks``: what it would spawn with multiprocessing
-    is forked."""
+    """Run ``command``, a script and its arguments, to its end, like ``subprocess.run`` with ``capture_output`` in
+    an interpreter; its output is text, with each carriage return. ``forks``: processes that it spawns with
+    multiprocessing are forked."""
     arguments = list(map(str, command))
     with tempfile.TemporaryDirectory(prefix="fastckpt-program-") as said:
         child = children.start(
@@ -63,7 +63,7 @@ def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: st
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    # The filters of an interpreter that nobody told anything.
+    # The filters of an interpreter without options.
     sys.warnoptions.clear()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -75,7 +75,7 @@ def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: st
     try:
         status = _status_of(arguments[0])
     finally:
-        # What an interpreter does at its end.
+        # The steps at an interpreter's end.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -98,7 +98,7 @@ def _status_of(script: str) -> int:
 
 
 class _Forking(multiprocessing.context.ForkContext):
-    """Gives a child no end of a pipe but its own, as a spawned one has it: else none would see the parent close one."""
+    """Gives a child only its own ends of pipes, like a spawned one, so that children see the parent close one."""
 
     def Pipe(self, duplex: bool = True) -> Any:  # noqa: N802 - multiprocessing's name
         ours, theirs = super().Pipe(duplex)

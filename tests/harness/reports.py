@@ -13,7 +13,7 @@ class Loaded(NamedTuple):
 
 
 def with_report(load, *arguments, **options):
-    """What ``load`` returns with these options, flat, and the report that it gives."""
+    """The result of ``load`` with these flat options, and its report."""
     reports = []
     state = load(*arguments, **grouped({**options, "on_report": reports.append}))
     (report,) = reports

@@ -1,8 +1,8 @@
 """Root file systems like those of slim training images: pinned packages of Ubuntu, unpacked and not installed.
 
 ``tests/data/root-NAME.txt`` lists them, each with its SHA-256. They are of the suite itself, which never changes after
-its release, not of its updates: the list stays true, and needs no index and no keys. A root is made once and kept in
-``target/roots``, or below FASTCKPT_TEST_ROOTS.
+its release, not of its updates, so the list stays valid, and needs no index and no keys. A root is made once and kept
+in ``target/roots``, or below FASTCKPT_TEST_ROOTS.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ ARCHIVE = "http://archive.ubuntu.com/ubuntu/"
 PAUSES = (0, 1, 5, 20)
 TOP = Path(__file__).resolve().parents[2]
 LISTS = TOP / "tests" / "data"
-#: What is mounted over in a container, because the root is read-only there.
+#: The mount points of a container, where the root is read-only.
 POINTS = ("checkpoints", "dev", "home", "proc", "scratch", "sys", "telemetry", "tmp", "wheels")
 
 
 def store() -> Path:
-    """Where roots are kept."""
+    """The directory of the roots."""
     return Path(os.environ.get("FASTCKPT_TEST_ROOTS") or TOP / "target" / "roots")
 
 
-#: CPython as Ubuntu's own package has its source, for roots that are older than it.
+#: The source of CPython in Ubuntu's package, for roots that are older than it.
 SOURCE = (
     "pool/main/p/python3.10/python3.10_3.10.4.orig.tar.xz",
     "80bf925f571da436b35210886cf79f6eb5fa5d6c571316b73568343451f77a19",
@@ -57,7 +57,7 @@ BUILD = (
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock beside ``path``: several processes of one test run want the same things made."""
+    """Hold a lock beside ``path``, because several processes of one test run need the same root."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -65,7 +65,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def root(name: str) -> Path:
-    """The root file system ``name``, made where it is not there yet: ``oldest``, or one with a list of packages."""
+    """The root file system ``name``, made if it does not exist: ``oldest``, or one with a list of packages."""
     if name == "oldest":
         return oldest()
     if platform.machine() != "x86_64":
@@ -79,13 +79,13 @@ def root(name: str) -> Path:
         if not mark.exists() or mark.read_text(encoding="ascii") != version:
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
-            made.chmod(0o755)  # whatever the umask: users go through it
+            made.chmod(0o755)  # despite the umask: users enter it
             with tempfile.TemporaryDirectory(dir=store()) as packages:
                 _unpack(listed, Path(packages), made)
             for point in POINTS:
                 (made / point).mkdir(exist_ok=True)
                 (made / point).chmod(0o755)
-            # What maintainers' scripts would have done, as far as it is needed.
+            # The needed part of the maintainers' scripts.
             if not (made / "bin" / "sh").exists():
                 (made / "bin" / "sh").symlink_to("dash")
             for name, line in (("passwd", "root:x:0:0:root:/root:/bin/sh"), ("group", "root:x:0:")):
@@ -116,7 +116,7 @@ def oldest() -> Path:
             link = builder / "usr" / "bin" / name
             if not link.exists():
                 link.symlink_to(target)
-        # A compiler wants /dev/null, and ensurepip /proc.
+        # A compiler needs /dev/null, and ensurepip needs /proc.
         inside = 'mount -t proc proc "$0/proc" && mount --bind /dev "$0/dev" && exec chroot "$0" sh -c "$1"'
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside, str(builder), BUILD]
         path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
@@ -131,7 +131,7 @@ def oldest() -> Path:
 
 
 def _fetch(digest: str, path: str, into: Path) -> Path:
-    """Download a file of the archive, and check what it is. What fails is tried again."""
+    """Download a file of the archive, and check it. Failures are retried."""
     url = ARCHIVE + path
     for pause in PAUSES:
         time.sleep(pause)

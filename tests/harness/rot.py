@@ -1,4 +1,4 @@
-"""What a disk may do to a file in the course of time."""
+"""Bit rot: damage to a file by its disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def rot(path: Path, at: int) -> None:
-    """Change a bit of the byte at ``at``; the file's times do not show it. Once more restores it."""
+    """Flip a bit of the byte at ``at`` without a change of the file's times. A second call restores it."""
     about = path.stat()
     with path.open("r+b") as file:
         file.seek(at)

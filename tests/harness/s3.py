@@ -1,4 +1,4 @@
-"""A server of S3 on loopback (moto's), and the environment that leads to it."""
+"""A server of S3 on loopback (moto's), and the environment variables for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import threading
 import pytest
 
 BUCKET = "bucket"
-#: What the environment of whoever runs the tests may say.
+#: Variables that the environment of the test run may have.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_")
 
 
 class Server:
-    """The server, and what it was asked.
+    """The server, and its requests.
 
     Attributes:
         url: its endpoint.
         requests: the method, the path and the headers of each request since :meth:`forget`.
-        refuse: called with the method and the path; the status of the answer where that is not None.
+        refuse: called with the method and the path; returns the status of a refusal, or None.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Server:
         self.forget()
 
     def forget(self):
-        """Nothing was asked, and nothing is refused."""
+        """Forget all requests, and refuse nothing."""
         self.requests = []
         self.refuse = lambda _method, _path: None
 
@@ -46,14 +46,14 @@ class Server:
         status = self.refuse(method, path)
         if status is None:
             return self._app(environ, start)
-        # All of the request is read: the client may still be sending it.
+        # Read all of the request, which the client may still be sending.
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(status, [("Content-Type", "application/xml")])
         code = status.split(" ", 1)[1].replace(" ", "")
         return [f"<Error><Code>{code}</Code><Message>as the test says</Message></Error>".encode()]
 
     def client(self):
-        """A client of another hand."""
+        """A client by other authors."""
         import boto3
 
         return boto3.client(
@@ -71,7 +71,7 @@ class Server:
 
 
 def environment(url):
-    """What the environment of a process says for which S3 is at ``url``."""
+    """The environment variables of a process for an S3 at ``url``."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ALLOW_HTTP": "true",
@@ -82,7 +82,7 @@ def environment(url):
 
 
 def lead_to(url, monkeypatch):
-    """Have the environment say that S3 is at ``url``, and nothing else of stores."""
+    """Set the environment variables for an S3 at ``url``, and remove those of other stores."""
     for name in [name for name in os.environ if name.startswith(_ENVIRONMENT)]:
         monkeypatch.delenv(name)
     for name, text in environment(url).items():
@@ -99,7 +99,7 @@ def s3_server():
 
 @pytest.fixture
 def s3(s3_server, monkeypatch):
-    """The server with one empty bucket, ``s3://bucket``, to which the environment leads."""
+    """The server with one empty bucket, ``s3://bucket``, and its environment variables."""
     lead_to(s3_server.url, monkeypatch)
     client = s3_server.client()
     client.create_bucket(Bucket=BUCKET)

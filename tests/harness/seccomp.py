@@ -1,9 +1,9 @@
-"""Make io_uring_setup answer an error, with a real seccomp filter, as Docker's default profile does.
+"""Make io_uring_setup return an error, with a real seccomp filter, like Docker's default profile.
 
 As a program: ``python -m harness.seccomp EPERM -- command ...``. In a process: ``install("ENOSYS")``. ``EPERM:all``
-refuses the two other calls of io_uring as well, as the profiles of containers do; ``ENOSYS:statx`` refuses statx alone,
-as older ones do. Instead of an error, the path of a profile in JSON, as container runtimes read it.
-The filter is inherited by threads and children and can never be taken off again.
+also refuses the two other calls of io_uring, like the profiles of containers; ``ENOSYS:statx`` refuses only statx,
+like older profiles. An error can be replaced by the path of a JSON profile for container runtimes.
+Threads and children inherit the filter, and nothing can remove it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AUDIT_ARCH = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 
 
 class SockFprog(ctypes.Structure):
-    """``struct sock_fprog``: what prctl takes."""
+    """``struct sock_fprog``: the argument of prctl."""
 
     _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
@@ -49,7 +49,7 @@ def _statement(code: int, jump_true: int, jump_false: int, value: int) -> bytes:
 
 
 def program(error: int, calls: Sequence[int] = (IO_URING_SETUP,)) -> bytes:
-    """A filter that answers ``error`` to the calls and allows everything else."""
+    """A filter that returns ``error`` for the calls and allows everything else."""
     last = len(calls)
     return b"".join(
         (
@@ -64,7 +64,7 @@ def program(error: int, calls: Sequence[int] = (IO_URING_SETUP,)) -> bytes:
 
 
 def install(name: str) -> None:
-    """From now on io_uring_setup answers the error ``name`` in this process and its children."""
+    """Have io_uring_setup return the error ``name`` in this process and its children from now on."""
     name, _, which = name.partition(":")
     calls = {"all": CALLS, "statx": (STATX[platform.machine()],)}.get(which, (IO_URING_SETUP,))
     load(program(getattr(errno, name), calls))
@@ -80,7 +80,7 @@ def load(code: bytes) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-#: How libseccomp numbers what profiles say by name.
+#: libseccomp's numbers for the actions that profiles name.
 _ALLOW, _ERRNO, _LOG = 0x7FFF_0000, 0x0005_0000, 0x7FFC_0000
 _COMPARE = {"NE": 1, "LT": 2, "LE": 3, "EQ": 4, "GE": 5, "GT": 6, "MASKED_EQ": 7}
 
@@ -92,9 +92,9 @@ class _Argument(ctypes.Structure):
 
 
 def profile(path: Path) -> bytes:
-    """The filter of a profile in JSON, made by libseccomp as container runtimes make it.
+    """The filter of a profile in JSON, made by libseccomp like in container runtimes.
 
-    A name that libseccomp does not know is left out, as they do: profiles are older and younger than the machine.
+    Names that libseccomp does not know are left out, as there: profiles are older and younger than the machine.
     """
     told = json.loads(path.read_text(encoding="utf-8"))
     try:
@@ -123,7 +123,7 @@ def profile(path: Path) -> bytes:
             token = library.seccomp_arch_resolve_name(name.removeprefix("SCMP_ARCH_").lower().encode())
             assert token, f"libseccomp does not know {name}"
             answer = library.seccomp_arch_add(context, ctypes.c_uint32(token))
-            if answer != -errno.EEXIST:  # the machine's own is there
+            if answer != -errno.EEXIST:  # the machine's own architecture is there already
                 must(answer, name)
         for rule in told["syscalls"]:
             then = action(rule, "action", "errnoRet")
@@ -151,7 +151,7 @@ def profile(path: Path) -> bytes:
 
 
 def setup_errno() -> int:
-    """What io_uring_setup answers right now: 0 when a ring can be had."""
+    """The current answer of io_uring_setup: 0 if a ring is available."""
     libc = ctypes.CDLL(None, use_errno=True)
     params = ctypes.create_string_buffer(120)
     ring = libc.syscall(IO_URING_SETUP, 4, params)

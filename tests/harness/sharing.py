@@ -1,10 +1,10 @@
-"""One zygote of each kind for all workers of a test run: what each of them would import, one process imports once.
+"""One zygote of each kind for all workers of a test run: one process does the imports for all of them, once.
 
-The process that hands out the tests starts a broker and tells its workers the address. Who wants a zygote asks the
+The process that hands out the tests starts a broker and gives its address to the workers. To get a zygote, they ask the
 broker, which keeps a trunk for each set of variables that modules may read as they are imported. The trunk forks a
-zygote, that serves whoever asked and nobody else, with its environment, working directory and outputs, and that ends
-when it does. A kind that wants more modules than another one (:data:`harness.zygote.MORE`) has a trunk that is forked
-from that one's. Where a zygote runs under a command of its own, as in a namespace, nothing is shared.
+zygote, which serves only the asking process, with its environment, working directory and outputs, and ends
+with it. A kind that needs more modules than another one (:data:`harness.zygote.MORE`) has a trunk that is forked
+from the other's. If a zygote runs under a separate command, as in a namespace, nothing is shared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 @contextlib.contextmanager
 def broker() -> Iterator[str]:
-    """The address of a broker, for as long as the block lasts. It ends with this process, and all trunks with it."""
+    """The address of a broker for the ``with`` statement. It ends with this process, and all trunks with it."""
     with tempfile.TemporaryDirectory(prefix="fastckpt-broker-") as folder:
         path = f"{folder}/socket"
         command = [sys.executable, "-m", "harness.sharing", path]
@@ -56,8 +56,8 @@ def serve(path: str) -> None:
             with listening.accept()[0] as asking:
                 message, descriptors, _, _ = socket.recv_fds(asking, zygote.LARGEST_REQUEST, 4)
             trunk = _trunk(trunks, processes, json.loads(message)["kind"], *descriptors[2:])
-            # It waits there until the trunk has imported all: other kinds need not.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and said why
+            # The request waits there until the trunk has done its imports: other kinds need not wait.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and printed why
                 socket.send_fds(trunk, [message], descriptors)
             for each in descriptors:
                 os.close(each)
@@ -66,7 +66,7 @@ def serve(path: str) -> None:
         process.wait()
     for trunk in trunks.values():
         with contextlib.suppress(ConnectionResetError):
-            trunk.recv(1)  # until those that were forked have ended, too
+            trunk.recv(1)  # until its forks have also ended
 
 
 def _trunk(
@@ -76,7 +76,7 @@ def _trunk(
     out: int,
     errors: int,
 ) -> socket.socket:
-    """That of a kind; a new one tells who asked first what goes wrong as it imports."""
+    """The trunk of a kind; a new one reports errors of its imports to the first asking process."""
     name = json.dumps(kind, sort_keys=True)
     if name in trunks:
         return trunks[name]
@@ -101,10 +101,10 @@ def _trunk(
 
 
 def grow(descriptor: int) -> NoReturn:
-    """The trunk: import what its kind is to have imported, and fork a zygote, or the trunk of a kind that wants more,
+    """The trunk: do the imports of its kind, and fork a zygote, or the trunk of a kind with more imports,
     for each request."""
     zygote.prepare()
-    # Nobody waits for what it forks.
+    # No process waits for its forks.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=descriptor)
     while True:
@@ -121,7 +121,7 @@ def grow(descriptor: int) -> NoReturn:
 
 
 def _grow_on(request: dict[str, Any], descriptor: int, out: int, errors: int) -> NoReturn:
-    """Become the trunk of another kind, that ends when this one does."""
+    """Become the trunk of another kind, which ends with this one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     for number, each in ((1, out), (2, errors)):
         os.dup2(each, number)

@@ -1,9 +1,9 @@
 """Ranks in one process, with a simulated store and clock: drawn delays, deaths, stops, losses and late starts.
 
-A run is a function of its seed. What the ranks do is the protocol itself (``fastckpt._ranks.protocol``), and around it
+A simulation is a function of its seed. The ranks run the protocol itself (``fastckpt._ranks.protocol``), and around it
 a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits. Other operations
-are like the wait of a manager: the ranks ask each other until all are ready, so often as that takes. Or they are like
-its restore: a question, in turns of their own, and a load on the ranks that have the answer.
+are like the wait of a manager: the ranks ask each other until all are ready. Or they are like
+its restore: a question, in turns, and a load on the ranks that have the answer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Later(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """A request that the store gets to when its rank has given it up."""
+    """A request that the store reaches after its rank has given it up."""
 
     request: Any
 
 
 @dataclass
 class Faults:
-    """What is to go wrong, drawn once a run."""
+    """The faults, drawn once per simulation."""
 
     #: Rank -> the number of the request at which it dies, and whether that request still takes effect.
     deaths: dict[int, tuple[int, bool]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Faults:
     stops: dict[int, tuple[int, float]] = field(default_factory=dict)
     #: Rank -> the number of the request after which the store does not answer it, and for how long.
     cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
-    #: How often what a rank puts does not get there.
+    #: The share of a rank's values that are lost.
     loss: float = 0.0
     #: (operation, rank) -> the step of the script at which the rank raises.
     raises: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Faults:
 
 
 class BoomError(Exception):
-    """What a rank raises of its own."""
+    """An exception of a rank itself."""
 
 
 class Interrupt(BaseException):
@@ -113,7 +113,7 @@ class World:
         return self.draw.random() * self.delay
 
     def run(self, until: float, *, stop: bool = False) -> None:
-        """Go on until nothing happens any more, or until a time: that no run may reach, or to stop there."""
+        """Go on until no events are left, or until a time: one that no simulation may reach, or the time to stop."""
         events = self.events
         while events:
             if stop and events[0][0] > until:
@@ -137,7 +137,7 @@ class World:
             self.waits[key].discard(process)
 
     def advance(self, process: Process, reply: Any, error: BaseException | None) -> None:
-        """Give a process its answer, and serve what it asks next."""
+        """Give a process its answer, and serve its next request."""
         if type(reply) is Effect:
             self.effect(reply.request)
             return
@@ -211,7 +211,7 @@ class World:
         self.later(process, self.latency(), self.effect(request))
 
     def serve_late(self, process: Process, request: Any, until: float) -> None:
-        """The store stands still until a time. What it was asked, it may do then, whether the rank waits or not."""
+        """Stop the store until a time. It may do its requests then, whether the rank still waits or not."""
         self.serial += 1
         if until - self.now <= self.timeout:
             self.later(process, until - self.now, Later(request))
@@ -279,7 +279,7 @@ def below(prefix: str, steps: Any) -> Any:
 
 @dataclass
 class Result:
-    """What became of one operation on one rank."""
+    """The outcome of one operation on one rank."""
 
     ended: float
     answer: Any = None
@@ -289,7 +289,7 @@ class Result:
 
 @dataclass
 class Job:
-    """A group that makes some operations, and what is checked of them."""
+    """A group that makes some operations, and the checks on them."""
 
     world: World
     size: int
@@ -301,16 +301,16 @@ class Job:
     begins: dict[int, float] = field(default_factory=dict)
     turn: type[protocol.Turn] = protocol.Turn
     results: dict[tuple[int, int], Result] = field(default_factory=dict)
-    #: (operation, rank): when it had nothing more to do than to wait for the others.
+    #: (operation, rank): when it had only to wait for the others.
     ready: dict[tuple[int, int], float] = field(default_factory=dict)
     succeeded: set[tuple[int, int]] = field(default_factory=set)
     committed: list[int] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     members: dict[int, Member] = field(default_factory=dict)
     call_of: Any = None
-    #: (operation, rank): those that a rank does not come to, for an error outside of them.
+    #: (operation, rank): those that a rank does not reach because of an error outside them.
     missed: set[tuple[int, int]] = field(default_factory=set)
-    #: What tells operations apart: ``path``, ``mark``, or nothing; ``value`` is a mark that ranks compare only later.
+    #: How operations are distinguished: ``path``, ``mark``, or nothing; ``value`` is a mark that is compared later.
     apart: str = ""
     #: Whether ranks go on after an operation, and answer others that are late to the first.
     answers: bool = True
@@ -328,7 +328,7 @@ class Job:
             self.processes.append(self.world.start(rank, self.script(member)))
 
     def script(self, member: Member) -> Any:
-        """Make the operations one after the other, each whatever became of the one before, as ``peers.py`` does."""
+        """Make the operations in sequence, each regardless of the one before, like ``peers.py``."""
         for number in range(self.operations):
             yield Sleep(max(0.0, self.begins.get(number, 0.0) - self.world.now))
             yield Sleep(self.lateness.get((number, member.rank), 0.0))
@@ -372,7 +372,7 @@ class Job:
             result.verdict = turn.unreachable(error)
 
     def waiting(self, member: Member, number: int, result: Result) -> Any:
-        """Ask until all are ready, as a manager's wait does."""
+        """Ask until all are ready, like a manager's wait."""
         ready = self.world.now + self.waits[number][member.rank]
         while result.error is None and result.answer is not True:
             yield Sleep(min(max(0.0, ready - self.world.now), 1.0))
@@ -384,7 +384,7 @@ class Job:
             yield from self.operate(self.turn(member, "wait", "/run", self.world.timeout), result, ask)
 
     def restoring(self, member: Member, number: int, result: Result) -> Any:
-        """Ask what there is, load it, and ask how that went; nothing else tells one restore from another."""
+        """Ask for the checkpoints, load one, and ask for the result; nothing else distinguishes restores."""
         asking = self.asking[member.rank]
 
         def ask(question: str) -> Any:
@@ -404,7 +404,7 @@ class Job:
             yield from ask("restore: outcome")
 
     def answering(self, member: Member, turn: int) -> Any:
-        """Answer ranks that are late to their first call, as ``Peers`` does, until the rank's next call."""
+        """Answer ranks that are late to their first call, like ``Peers``, until the rank's next call."""
         until = self.world.now + 3 * self.world.timeout
         while member.turn == turn and not member.has_met and self.world.now < until:
             yield Sleep(0.5)
@@ -429,7 +429,7 @@ class Job:
         return (yield from turn.round("done", 1, None, sum, lambda count: self.commit(number, count)))
 
     def comparing(self, apart: str) -> Any:
-        """The values of states are compared, at the coordinator: where they tell operations apart, it sees that."""
+        """Compare the values of states at the coordinator, which sees if they belong to different operations."""
 
         def compare(said: list[Any]) -> Any:
             if self.apart == apart and len({number for _, number in said}) > 1:
@@ -461,10 +461,10 @@ class Job:
         self.committed.append(number)
         return ["committed", number]
 
-    # What must hold.
+    # The checks.
 
     def check(self) -> None:
-        """Check what each operation promises, whatever went wrong."""
+        """Check the promises of each operation, despite all faults."""
         for process in self.processes:
             if not (process.ended or process.dead):
                 raise ViolationError(f"hang: rank {process.rank} waits for nothing")
@@ -472,12 +472,12 @@ class Job:
             self.check_verdict(number)
 
     def outcomes(self, number: int) -> dict[int, Result]:
-        """Return what became of an operation on the ranks that live."""
+        """Return the outcomes of an operation on the living ranks."""
         alive = [process.rank for process in self.processes if not process.dead]
         return {rank: self.results[number, rank] for rank in alive if (number, rank) in self.results}
 
     def check_verdict(self, number: int) -> None:
-        """At most one verdict: all answers are equal, and none is told that nothing was committed if it was."""
+        """Check for one verdict: all answers are equal, and no rank hears of a missing commit after a commit."""
         if self.committed.count(number) > 1:
             raise ViolationError(f"operation {number}: committed twice")
         if number in self.waits:
@@ -499,9 +499,9 @@ class Job:
                 raise ViolationError(f"operation {number}: all live, and rank {rank} failed: {result.error}")
 
     def check_named(self, number: int, guilty: set[int]) -> None:
-        """Each survivor's error names ranks that are to blame, and no other.
+        """Check that each survivor's error names only ranks that are to blame.
 
-        Of a later operation, a rank that never learnt the session knows only that the one above it does not answer.
+        In a later operation, a rank that never learnt the session knows only that the rank above it does not answer.
         """
         for rank, result in self.outcomes(number).items():
             if number and not self.members[rank].session:
@@ -514,7 +514,7 @@ class Job:
                 raise ViolationError(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
 
     def check_in_time(self, number: int, slack: float) -> None:
-        """Each survivor ends within the timeout and some slack of the last death, or of the last work of a survivor."""
+        """Check that each survivor ends within the timeout and some slack after the last death or work."""
         died = [process.died for process in self.processes if process.dead]
         results = self.outcomes(number)
         last = max([*died, *(self.ready[number, rank] for rank in results)])

@@ -1,4 +1,4 @@
-"""How tensors are spread over ranks, as the core takes it and by indices, and messages between ranks of one process."""
+"""Spreads of tensors over ranks, in the core's form and by indices, and messages between ranks of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = 60
 
 
 class Spread(NamedTuple):
-    """How a tensor is spread: as the core takes it, and the indices of each part of a rank, along each dimension."""
+    """A spread: in the core's form, and as the indices of each part of a rank, along each dimension."""
 
     core: _core.Spread
     parts: Callable[[int, tuple[int, ...]], list[list[np.ndarray]]]
@@ -35,7 +35,7 @@ def whole(ranks: Sequence[int] | None = None) -> Spread:
 
 
 def chunk(indices: np.ndarray, count: int, index: int) -> np.ndarray:
-    """What ``torch.chunk`` makes of them."""
+    """Their chunks by ``torch.chunk``."""
     length = -(-len(indices) // count)
     return indices[index * length : (index + 1) * length]
 
@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[tuple[int, ...]], Spread]]] = {
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Long runs, short runs, uneven rows, tensors smaller than a page, scalars, empty ones."""
+    """Long pieces, short pieces, uneven rows, tensors smaller than a page, scalars, empty ones."""
     random = np.random.default_rng(7)
 
     def some(dtype, *shape):
@@ -116,19 +116,19 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def queues(ranks: int) -> dict[tuple[int, ...], queue.Queue[bytes | None]]:
-    """What stands for the network: a queue for each pair of ranks."""
+    """A stand-in for the network: a queue for each pair of ranks."""
     return {pair: queue.Queue() for pair in np.ndindex(ranks, ranks)}
 
 
 def send(mail: _core.Mail, rank: int, between: dict[tuple[int, ...], queue.Queue[bytes | None]]) -> None:
-    """Send what a rank has to send."""
+    """Send the messages of a rank."""
     for number, (peer, nbytes) in enumerate(mail.outgoing()):
         between[rank, peer].put(ctypes.string_at(mail.pack(number), nbytes))
         mail.sent(number)
 
 
 def receive(mail: _core.Mail, rank: int, between: dict[tuple[int, ...], queue.Queue[bytes | None]]) -> None:
-    """Receive what a rank is to receive; None in its place ends it."""
+    """Receive the messages of a rank; None ends this."""
     for number, (peer, nbytes) in enumerate(mail.incoming()):
         address = mail.admit(number)
         message = between[peer, rank].get(timeout=LONG)

@@ -1,15 +1,15 @@
-"""A device for machines without one: PyTorch's PrivateUse1 back end, set up from Python, with streams that are late.
+"""A device for machines without one: PyTorch's PrivateUse1 back end, set up from Python, with late streams.
 
 ``torch.empty(3, device="standin:1")`` is a tensor with an address, strides and views, whose memory only the stand-in's
-own kernels reach. Each stream is a thread that takes its time: what is used before its event is stale, and what is
-written to before its event spoils the copy. Memory that is freed is given to the next in the order of the stream it
-came from, as CUDA's caching allocator does it: it is overwritten. Host memory can be registered, and misuse of it is
-written down. So order, events, reuse and pinning show in the data or in :data:`faults`.
+own kernels reach. Each stream is a thread with delays: data that is used before its event is stale, and data that is
+overwritten before its event spoils the copy. Freed memory goes to the next tensor in the order of the stream it
+came from, like in CUDA's caching allocator, and is overwritten. Host memory can be registered, and its misuse is
+recorded. So wrong order, events, reuse and pinning show in the data or in :data:`faults`.
 
-This file imports no pytest: it is also used where there is none.
+This file does not import pytest, so that it works without it.
 """
 
-# ruff: noqa: ARG002 - the methods take what torch passes
+# ruff: noqa: ARG002 - torch determines the arguments of the methods
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DEVICES = 2
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _KIND = int(torch._C._autograd.DeviceType.PrivateUse1)
 _PATIENCE = 60
-#: What new memory holds, and what memory holds that has been given to somebody else.
+#: The bytes of new memory, and of memory that was given to another tensor.
 NEW, REUSED = 0xA5, 0xDB
 _local = threading.local()
 
 
 class Faults:
-    """What goes wrong, and when; and what has been counted."""
+    """The faults and their times, and the counts."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -52,28 +52,28 @@ class Faults:
     def reset(self, late: float = 0.0) -> None:
         """As new; copies and kernels take up to ``late`` seconds."""
         self.late = late
-        #: Copies, and those of them between host and device.
+        #: All copies, and the copies between host and device.
         self.copies = 0
         self.transfers = 0
         #: Bytes of the largest copy.
         self.largest = 0
-        #: What has been asked for by threads that had not selected the device.
+        #: Requests of threads that had not selected the device.
         self.astray = 0
-        #: By number: a copy that fails when it runs, and one that cannot even be asked for.
+        #: By number: a copy that fails when it runs, and one that fails at its request.
         self.fail_at: int | None = None
         self.refuse_at: int | None = None
         self.kernels = 0
         self.events = 0
         self.records = 0
-        #: Waits of streams for events, and of hosts for events and streams: by thread.
+        #: Waits of streams for events, and of hosts for events and streams, by thread.
         self.stream_waits: Counter[int] = Counter()
         self.host_waits: Counter[int] = Counter()
-        #: What a real device would have answered with a crash or with wrong data.
+        #: Errors to which a real device would react with a crash or with wrong data.
         self.misuse: list[str] = []
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Inside, copies of streams other than the default ones wait, until the function is called."""
+        """Hold copies of streams other than the default ones, until the yielded function is called."""
         self.flow.clear()
         try:
             yield self.flow.set
@@ -89,7 +89,7 @@ faults = Faults()
 
 
 def _use() -> None:
-    """Whoever asks for something must have selected the device, but for the program itself."""
+    """Require that the calling thread has selected the device, except for the program itself."""
     if threading.current_thread() is not threading.main_thread() and getattr(_local, "index", None) is None:
         faults.astray += 1
 
@@ -112,7 +112,7 @@ class _Registered(NamedTuple):
 
 
 def _is_mapped(address: int, nbytes: int) -> bool:
-    """Whether the first and the last page of some memory are this process's."""
+    """Whether the first and the last page of some memory belong to this process."""
     page = os.sysconf("SC_PAGESIZE")
     vector = (ctypes.c_ubyte * 1)()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -123,14 +123,14 @@ def _is_mapped(address: int, nbytes: int) -> bool:
 
 
 class Cudart:
-    """CUDA's runtime, as far as pinning goes: each thread has a last error, kept until that thread asks for it."""
+    """The pinning calls of CUDA's runtime: each thread has a last error, kept until that thread reads it."""
 
     def __init__(self) -> None:
         self.registered: dict[int, _Registered] = {}
         self.reset()
 
     def reset(self) -> None:
-        """No more faults; what is registered stays."""
+        """Clear the faults; registered memory stays."""
         #: The status that calls return, if not 0; and how many bytes may be registered.
         self.status = 0
         self.limit: int | None = None
@@ -179,13 +179,13 @@ class Cudart:
         return status
 
     def check(self) -> None:
-        """What every check after a kernel does: raise the last error of this thread."""
+        """Raise the last error of this thread, like every check after a kernel."""
         error, self.last.error = getattr(self.last, "error", 0), 0
         if error:
             raise RuntimeError(f"standin: CUDA error {error}, left behind by another call")
 
     def covering(self, address: int, nbytes: int) -> _Registered | None:
-        """The registration of some host memory, or None; RuntimeError for memory of which only a part is one's."""
+        """The registration of some host memory, or None; RuntimeError if only a part of it is registered."""
         for known in tuple(self.registered.values()):
             if _overlap(known, address, nbytes):
                 if known.address <= address and address + nbytes <= known.address + known.nbytes:
@@ -207,17 +207,17 @@ cudart = Cudart()
 
 
 class _Worker:
-    """Does one thing after the other, in a thread of its own, which takes its time to begin."""
+    """Does its tasks in order in a separate thread, each after a delay."""
 
     def __init__(self) -> None:
-        #: What failed, and whether a host knows: nothing is done after it.
+        #: The failure, and whether a host has seen it: nothing is done after it.
         self.error: BaseException | None = None
         self.is_told = False
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name=NAME).start()
 
     def _run(self) -> None:
-        # Else it has the name of the thread that made it, which may be one of the core's.
+        # Otherwise it has the name of its creating thread, which may belong to the core.
         ctypes.CDLL(None).prctl(15, NAME.encode())
         while (item := self.tasks.get()) is not None:
             task, always = item
@@ -232,7 +232,7 @@ class _Worker:
         self.tasks.put((task, always))
 
     def mark(self) -> threading.Event:
-        """What is set when all that was asked for before is done."""
+        """An event that is set when all earlier tasks are done."""
         done = threading.Event()
         self.submit(done.set, always=True)
         return done
@@ -251,7 +251,7 @@ _captured: dict[int, int] = {}
 
 
 class Stream(torch.Stream):
-    """Of one device."""
+    """A stream of one device."""
 
     worker: _Worker
 
@@ -262,7 +262,7 @@ class Stream(torch.Stream):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.worker = _Worker()
         _streams[self.stream_id] = self
-        # The thread ends after what it has been asked for.
+        # The thread ends after its tasks.
         weakref.finalize(self, self.worker.tasks.put, None).atexit = False
 
     def wait_event(self, event: Event) -> None:
@@ -315,7 +315,7 @@ class Event:
 
 
 def _wait(done: threading.Event, stream: Stream | None) -> None:
-    """The calling thread waits."""
+    """Have the calling thread wait."""
     _use()
     faults.host_waits[threading.get_ident()] += 1
     if threading.get_ident() in _captured.values():
@@ -341,14 +341,14 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def forget_errors() -> None:
-    """Streams in which something failed go on."""
+    """Let failed streams go on."""
     for stream in tuple(_streams.values()):
         stream.worker.error, stream.worker.is_told = None, False
 
 
 @contextmanager
 def _selected(device: Any) -> Iterator[None]:
-    """Inside, ``device`` is the thread's own."""
+    """Make ``device`` the thread's current device."""
     before = getattr(_local, "index", None)
     _local.index = _index(device)
     try:
@@ -359,7 +359,7 @@ def _selected(device: Any) -> Iterator[None]:
 
 @contextmanager
 def _stream(stream: Stream | None) -> Iterator[None]:
-    """Inside, the thread asks ``stream``, and its device is the thread's own."""
+    """Make ``stream`` and its device current for the thread."""
     if stream is None:
         yield
         return
@@ -374,7 +374,7 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 
 @contextmanager
 def capturing(stream: Stream | None = None) -> Iterator[None]:
-    """Inside, what ``stream`` is asked for would be captured into a graph."""
+    """Have the work of ``stream`` count as captured into a graph."""
     number = (stream or current_stream()).stream_id
     _captured[number] = threading.get_ident()
     try:
@@ -424,7 +424,7 @@ class _Module:
                 stream.synchronize()
 
 
-# Device memory. It comes to torch by DLPack, which knows devices by number.
+# Device memory. Torch gets it by DLPack, which numbers devices.
 
 
 class _Device(ctypes.Structure):
@@ -447,11 +447,11 @@ class _Managed(ctypes.Structure):
     )
 
 
-_EXTENSION = 12  # DLPack's kind of device that PrivateUse1 is
+_EXTENSION = 12  # DLPack's kind of device for PrivateUse1
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-#: torch keeps the address, and looks for a deleter there: there is none, so one will do for all.
+#: torch keeps the address, and looks for a deleter there: there is none, so one object serves all.
 _managed = _Managed()
 _allocating = threading.Lock()
 
@@ -463,11 +463,11 @@ class _Allocation:
         room = np.full(nbytes + 16, NEW, np.uint8)
         self.memory = room[-room.ctypes.data % 16 :][:nbytes]
         self.stream = current_stream(index)
-        #: Streams that still read it, as ``record_stream`` told.
+        #: Streams that still read it, according to ``record_stream``.
         self.users: dict[int, Stream] = {}
 
     def reuse(self) -> None:
-        """Another owner writes to it, in the order of its stream, and after those that ``record_stream`` named."""
+        """Have another owner write to it, in the order of its stream, and after those named by ``record_stream``."""
         memory, users = self.memory, [stream.worker.mark() for stream in self.users.values()]
         self.users = {}
 
@@ -479,7 +479,7 @@ class _Allocation:
         self.stream.worker.submit(overwrite, always=True)
 
 
-#: What is in use, by address.
+#: The memory in use, by address.
 _memory: dict[int, _Allocation] = {}
 
 
@@ -505,7 +505,7 @@ def _allocate(nbytes: int, index: int) -> torch.Tensor:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """What ``tensor.untyped_storage().resize_(0)`` does to memory; the stand-in's storages cannot be resized."""
+    """The effect of ``tensor.untyped_storage().resize_(0)`` on memory; the stand-in's storages cannot be resized."""
     _memory[tensor.untyped_storage().data_ptr()].reuse()
 
 
@@ -550,7 +550,7 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
     return _empty_strided(size, strides[::-1], dtype=dtype, device=device)
 
 
-# What streams are asked for.
+# The work of streams.
 
 
 def _submit(stream: Stream, task: Callable[[], object]) -> None:
@@ -631,7 +631,7 @@ def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def _any_other(operator: Any, *arguments: Any, **named: Any) -> Any:
-    """What the CPU's kernel does, in the current stream; at once where the host is to have the result."""
+    """Run the CPU's kernel in the current stream, or at once if the host gets the result."""
     flat, _ = _pytree.tree_flatten((arguments, named))
     device = next(item.device for item in flat if isinstance(item, torch.Tensor) and not item.is_cpu)
     stream = current_stream(device)
@@ -661,7 +661,7 @@ def _any_other(operator: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def _resize_out(operator: Any, arguments: Any, named: Any) -> None:
-    """An ``out=`` that was made empty gets the shape that the operator gives it."""
+    """Give an empty ``out=`` the shape of the operator's result."""
     out = named.get("out")
     if out is None or out.is_cpu or out.numel():
         return
@@ -697,5 +697,5 @@ def _set_up() -> tuple[torch.library.Library, ...]:
 
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # since torch 2.10
-# Not beside a real device: to torch, it would be the machine's accelerator in that one's place.
+# Not beside a real device: torch would take it for the machine's accelerator instead.
 _libraries = _set_up() if AVAILABLE and os.environ.get("FASTCKPT_TEST_DEVICE", NAME) == NAME else ()

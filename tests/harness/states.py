@@ -1,4 +1,4 @@
-"""States that can be told apart: number in, every value out, so that the oracle needs no memory of what was saved."""
+"""Distinguishable states: a number determines every value, so that the oracle need not remember the saved states."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-ROWS = 257  # odd, so that nothing but the large tensors ends on a page
+ROWS = 257  # odd, so that only the large tensors end on a page
 
 
 def congruent(array: np.ndarray) -> np.ndarray:
-    """The same where it can be written from where it lies: 64 bytes beyond a page, as data is in the file."""
+    """The same at an address for zero-copy: 64 bytes beyond a page, like data in the file."""
     memory = np.empty(array.nbytes + 8192, np.uint8)
     skip = (64 - memory.ctypes.data) % 4096
     moved = memory[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -57,7 +57,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def which(state: Any, nbytes: int = 1 << 20) -> int:
-    """The index of a loaded state, after proving that it is that state whole and no mixture."""
+    """The index of a loaded state, after a proof that it is that whole state and no mixture."""
     index = state["step"]
     if not same(state, numbered(index, nbytes)):
         raise AssertionError(f"a mixture: says step {index}, and is not that state")
@@ -65,7 +65,7 @@ def which(state: Any, nbytes: int = 1 << 20) -> int:
 
 
 def trained(step: int, *, weights: bool = True, moments: bool = True) -> dict[str, Any]:
-    """A model, an optimizer that counts its steps, and what changes in every run; either of both may stand still."""
+    """A model, an optimizer that counts its steps, and values that change in every run; either may be frozen."""
     return {
         "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
         "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},

@@ -1,6 +1,6 @@
-"""How long this machine has stood still: a virtual one is paused by its host, a full one gives nobody a turn.
+"""How long this machine has not run: a host pauses a virtual one, and an overloaded one gives no thread a turn.
 
-What a deadline says of the code is said of a machine that runs, so a test adds this to it.
+Deadlines assume a running machine, so tests add this time to them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 
 _LOOK = 0.05
-# A shorter delay is what any machine has.
+# Any machine has shorter delays.
 _SHORT = 0.25
 
 
 class Stillness:
-    """What a thread that only sleeps has seen. Use :func:`watched`."""
+    """The record of a thread that only sleeps. Use :func:`watched`."""
 
     def __init__(self) -> None:
         self._pauses: list[tuple[float, float]] = []
@@ -25,7 +25,7 @@ class Stillness:
         self._thread.start()
 
     def since(self, moment: float) -> float:
-        """Seconds for which it has stood still since then (``time.monotonic``)."""
+        """Seconds for which the machine has not run since then (``time.monotonic``)."""
         return sum(seconds for ended, seconds in self._pauses if ended > moment)
 
     def end(self) -> None:
@@ -43,7 +43,7 @@ class Stillness:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Stillness]:
-    """Watch for as long as the block lasts."""
+    """Watch during the ``with`` statement."""
     stillness = Stillness()
     try:
         yield stillness

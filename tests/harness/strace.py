@@ -55,7 +55,7 @@ class Call:
         return [text.encode().decode("unicode_escape") for text in _STRING.findall(self.arguments)]
 
     def paths(self) -> list[str]:
-        """What the path arguments name: each joined to the directory descriptor before it, as the kernel does."""
+        """The paths that the arguments name: each joined to the directory descriptor before it, like in the kernel."""
         found = []
         base = ""
         for match in re.finditer(rf"{_FD.pattern}|{_STRING.pattern}", self.arguments):
@@ -111,7 +111,7 @@ class Trace:
 
 
 def injection(call: str, what: str, when: str | int) -> str:
-    """An argument for ``inject``: ``injection("fsync", "error=EIO", 2)``. Counted per thread, as strace counts."""
+    """An argument for ``inject``: ``injection("fsync", "error=EIO", 2)``. strace counts per thread."""
     return f"{call}:{what}:when={when}"
 
 
@@ -119,7 +119,7 @@ def injection(call: str, what: str, when: str | int) -> str:
 def attached(
     pid: int, log: Path, trace: str, *inject: str, path: str | os.PathLike[str] | None = None
 ) -> Iterator[Trace]:
-    """strace on a running process and its threads to be; returns once the process is being watched.
+    """strace on a running process and its future threads; returns once the process is being watched.
     With ``path``, only calls that name it or a descriptor of it are seen."""
     program = needs.tool("strace", "strace")
     command = [program, "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={trace}"]
@@ -132,14 +132,14 @@ def attached(
             _wait_for_attachment(process, pid)
             yield Trace(log, process)
         finally:
-            # On SIGINT strace detaches and the traced process goes on; the test ends that one itself.
+            # On SIGINT strace detaches and the traced process goes on; the test ends that process itself.
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
             _end(process, pid)
 
 
 def _end(process: subprocess.Popen[str], pid: int) -> None:
-    """Wait for a strace that was told to end. It may stay where what it watched was killed in a call that it holds."""
+    """Wait for a strace that was told to end. It may not end if its process was killed in a held call."""
     for _ in range(60):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1)
@@ -175,7 +175,7 @@ _FOR_EVER = 3600 * 10**6
 
 @dataclass
 class Stop:
-    """A process that will stop in front of its k-th call, and stays there, alive, until the block ends."""
+    """A process that will stop before its k-th call, and stays there, alive, until the ``with`` statement ends."""
 
     log: Path
     call: str
@@ -184,17 +184,17 @@ class Stop:
     pid: int
 
     def standing(self) -> list[int]:
-        """The threads that stand there now."""
+        """The threads that are stopped there now."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         begun = Counter(re.findall(rf"^(\d+)\s+{self.call}\(", text, re.MULTILINE))
         return [int(thread) for thread, count in begun.items() if count >= self.when]
 
     def reached(self) -> bool:
-        """Whether a thread stands there now."""
+        """Whether a thread is stopped there now."""
         return bool(self.standing())
 
     def signal(self, number: int) -> None:
-        """Send it to the thread that stands there, which gets it once the block has ended.
+        """Send a signal to the stopped thread, which gets it after the ``with`` statement.
 
         A signal for the whole process may go to another thread, and strace loses it if it detaches at that moment.
         """
@@ -203,7 +203,7 @@ class Stop:
             raise OSError(ctypes.get_errno(), "tgkill")
 
     def wait(self, seconds: float = 60.0) -> None:
-        """Return once it stands there."""
+        """Return once it is stopped there."""
         deadline = time.monotonic() + seconds
         while not self.reached():
             if time.monotonic() > deadline:
@@ -215,7 +215,7 @@ class Stop:
 def stopping(
     pid: int, log: Path, call: str, when: int = 1, *inject: str, path: str | os.PathLike[str] | None = None
 ) -> Iterator[Stop]:
-    """Stop a process in front of its ``when``-th ``call`` (that names ``path``), counted per thread."""
+    """Stop a process before its ``when``-th ``call`` (that names ``path``), counted per thread."""
     log.unlink(missing_ok=True)
     names = ",".join({call, *(item.partition(":")[0] for item in inject)})
     hold = injection(call, f"delay_enter={_FOR_EVER}", when)

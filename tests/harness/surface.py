@@ -10,13 +10,13 @@ import fastckpt
 
 
 def public(module):
-    """The public names of a module of fastckpt, and what they are."""
+    """The public names of a module of fastckpt, and their objects."""
     names = dir(module) if module is fastckpt else module.__all__
     return {name: getattr(module, name) for name in sorted(names) if not name.startswith("_")}
 
 
 def signature(function):
-    """Parameters and defaults; types are under test elsewhere."""
+    """Parameters and defaults; other tests check types."""
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):
@@ -27,7 +27,7 @@ def signature(function):
 
 
 def members(kind):
-    """The lines of a class: fields, properties and methods of its own and of its bases in fastckpt."""
+    """The lines of a class: its fields, properties and methods, and those of its bases in fastckpt."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     fields |= set(getattr(kind, "_fields", ()))
     for name in sorted({*fields, *(name for name in dir(kind) if not name.startswith("_"))}):
@@ -50,7 +50,7 @@ def modules():
 
 
 def lines():
-    """Of the package, and of each of its public modules."""
+    """The lines of the package and of each of its public modules."""
     for where, module in modules().items():
         yield f"{where}:"
         for name, found in public(module).items():
@@ -59,7 +59,7 @@ def lines():
             elif module is not fastckpt and getattr(fastckpt, name, None) is found:
                 yield f"  {name}: as fastckpt.{name}"
             elif inspect.isclass(found):
-                # Whoever may make one finds the arguments in its docstring; the others are returned.
+                # Classes that users may construct document their arguments; the others are returned.
                 yield f"  class {name}{signature(found) if 'Args:' in (found.__doc__ or '') else ''}"
                 yield from members(found)
             elif callable(found):
@@ -77,7 +77,7 @@ def documented():
 
 
 def text():
-    """All of it."""
+    """The whole surface."""
     return "\n".join(lines()) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The harness of rank groups proves itself: what befalls a rank is told, and all topologies hold the same values."""
+"""Tests of the harness of rank groups: faults of ranks are reported, and all topologies hold the same values."""
 
 import signal
 import time

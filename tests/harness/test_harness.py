@@ -1,4 +1,4 @@
-"""The harness proves itself: an oracle that cannot fail proves nothing."""
+"""Tests of the harness: an oracle that cannot fail proves nothing."""
 
 import errno
 import json
@@ -79,7 +79,7 @@ def test_seccomp_really_blocks_io_uring_and_nothing_else(name):
 
 
 def test_io_uring_works_without_the_filter():
-    # Else every test of the ring would quietly test the fallback.
+    # Otherwise every test of the ring would silently test the fallback.
     assert seccomp.setup_errno() == 0
 
 

@@ -1,4 +1,4 @@
-"""Workers that are forked do what workers are to do."""
+"""Forked workers behave like usual workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one(number):
 
 
 def test_workers_are_forked_from_what_is_imported_once(tmp_path):
-    """One that dies is told of, and another one takes its place."""
+    """A worker that dies is reported and replaced."""
     needs.package("xdist")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)

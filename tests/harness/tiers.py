@@ -1,4 +1,4 @@
-"""What a manager says of its checkpoints, in parts."""
+"""Parts of a manager's report on its checkpoints."""
 
 
 def at_remote(manager):

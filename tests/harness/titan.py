@@ -1,4 +1,4 @@
-"""A training as torchtitan's trainer does it: with one of its checkpoint managers, or ours."""
+"""A training loop like torchtitan's trainer, with one of its checkpoint managers, or ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needed = pytest.mark.skipif(find_spec("torchtitan") is None, reason="NOT TESTED 
 
 
 def forge() -> AbstractContextManager[groups.Forge]:
-    """Makes groups of processes that have imported the managers: else each rank takes a tenth of a second for them."""
+    """Makes groups of processes that have imported the managers, which saves a tenth of a second per rank."""
     managers = "torchtitan.components.checkpointer,fastckpt.integrations.torchtitan"
     modules = f"harness.member,harness.titan,{managers}"
     return groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"})
@@ -44,9 +44,9 @@ class Optimizers:
 
 
 class Loader:
-    """As torchtitan's: each rank has a key of its own, with a pickle in bytes; or all have that of the first.
+    """A data loader like torchtitan's: each rank has its own key, with a pickle in bytes; or all have that of rank 0.
 
-    Then they are stages of a pipeline: each draws a random number of its own.
+    In the second case they are stages of a pipeline, and each draws its own random number.
     """
 
     def __init__(self, *, is_shared=False):
@@ -77,7 +77,7 @@ class TrainState:
 
 
 def turned(name, value):
-    """Of some layers, Hugging Face has the rows as columns."""
+    """Swap rows and columns of the layers that Hugging Face stores transposed."""
     return value.t().contiguous() if "down" in name else value
 
 
@@ -85,7 +85,7 @@ class Adapter:
     """Hugging Face's names and layout of the model of :mod:`harness.parallel`; tied weights are there once.
 
     Args:
-        kind: ``"whole"``, or what is wrong with it, as with some of torchtitan's: it ``"drops"`` a name, or it
+        kind: ``"whole"``, or a fault of some of torchtitan's adapters: it ``"drops"`` a name, or it
             ``"fails"`` on the last rank.
     """
 
@@ -109,7 +109,7 @@ class Adapter:
 
 
 def manager_of(kind, model, optimizer, schedule, *, folder, loader, progress, adapter=None, **config):
-    """A manager: torchtitan's own, that with fastckpt ``installed``, or fastckpt's."""
+    """A manager: torchtitan's own, the same with fastckpt ``installed``, or fastckpt's."""
     if kind == "ours":
         from fastckpt.integrations.torchtitan import FastckptManager as Manager
     else:
@@ -128,7 +128,7 @@ def manager_of(kind, model, optimizer, schedule, *, folder, loader, progress, ad
         base_folder=str(folder),
     )
     if kind != "ours" and config.get("async_mode") == "async_with_pinned_mem":
-        # The manager's own stager needs a GPU for pinned memory; the rest is as it has it.
+        # The manager's own stager needs a GPU for pinned memory; the other options are its own.
         manager.stager = DefaultStager(StagingOptions(False, True, True, False))
     return manager
 
@@ -151,23 +151,23 @@ def train(
     """Train to step ``last``.
 
     Args:
-        folder: where the run is.
-        last: the step to end at.
-        kind: of the manager.
+        folder: the directory of the run.
+        last: the last step.
+        kind: the kind of manager.
         ends: whether ``last`` is the last step of the run.
-        seeds: whether it saves a seed, at step 0.
+        seeds: whether it saves a seed at step 0.
         dies: a step; this process is killed after it, and before its save.
         load: the step to load.
-        fails: a step; the last rank fails after it, and ends as torchtitan's program does.
+        fails: a step; the last rank fails after it, and ends like torchtitan's program.
         adapter: the kind of :class:`Adapter` that the manager has.
-        change: the dtype of the model, where it is another one.
+        change: another dtype of the model.
         told: parts of the only warnings in the log.
         **config: fields of its ``Config``.
 
     Returns:
         The step and the row that it began with; and weights, moments and learning rate of this rank at the end.
     """
-    parallel.reference()  # which draws, once in a process
+    parallel.reference()  # it draws random numbers, once per process
     torch.manual_seed(0)
     model, optimizer = parallel.build("fsdp", trained=False)
     if change is not None:
@@ -213,7 +213,7 @@ def train(
 
 
 def end_badly(manager):
-    """As torchtitan's program ends where its trainer fails."""
+    """End like torchtitan's program after a failure of its trainer."""
     try:
         torch.empty(-1)
     except RuntimeError:
@@ -233,7 +233,7 @@ def end_of(model, optimizer, schedule):
 
 
 def pipeline(folder):
-    """Save two stages that read the same rows, and load them into others: what came back on this rank."""
+    """Save two stages that read the same rows, and load them into others; the loaded values of this rank."""
     ends = []
     for trained in (True, False):
         model, optimizer = parallel.build("pipeline", trained=trained)
@@ -252,7 +252,7 @@ def pipeline(folder):
 
 
 def llama(folder):
-    """Save a Llama of torchtitan, with its own adapter, and load it into another: whether that is equal to it."""
+    """Save a Llama of torchtitan with its own adapter, and load it into another; whether the two are equal."""
     from torch.distributed.fsdp import fully_shard
     from torchtitan.models.llama3 import Llama3StateDictAdapter, llama3_configs
 

@@ -1,7 +1,7 @@
 """Scenarios of two machines that share a file system: each gets two ``(children, directory)``, where both directories
 are one, and a place for logs. test_nfs.py runs them in a user-mode Linux, test_fuse.py on two mounts of one directory.
 
-A saver is stopped in front of a system call, not raced, wherever the order matters.
+Where the order matters, a saver is stopped before a system call, not raced.
 """
 
 # ruff: noqa: PTH208 - names as the kernel has them
@@ -19,7 +19,7 @@ from harness.jobs import SMALL
 
 SHARDS = {"nbytes": SMALL, "shard_size": SMALL // 2, "io": "threads"}
 READERS = ("load", "mmap", "open", "verify", "info")
-# In front of which calls a saver is stopped and killed: while it writes, and all the way through the commit.
+# The calls before which a saver is stopped and killed: while it writes, and all through the commit.
 POINTS = (
     ("fdatasync", (1,)),
     ("renameat", (1, 2, 3)),
@@ -38,13 +38,13 @@ def look(children, path, operation="load"):
 
 
 def told(child):
-    """How a save ended: None, or what it raised."""
+    """The end of a save: None, or its exception."""
     end = child.outcome()
     return end if isinstance(end, zygote.Raised) else None
 
 
 def tidy(directory, *names):
-    """Nothing but these lies there; a client may need a moment to see that."""
+    """Wait until only these are there; a client may need a moment to see that."""
     try:
         machines.wait_until(lambda: sorted(os.listdir(directory)) == sorted(names), 10)
     except AssertionError:
@@ -52,7 +52,7 @@ def tidy(directory, *names):
 
 
 def contend(one, two, names):
-    """Ten saves by each at once, to a name each; all must succeed. The last states are 18 and 19."""
+    """Ten saves by each at once, to separate names; all must succeed. The last states are 18 and 19."""
     children = [
         machine.start("contend", path=str(place / name), first=number, step=2, count=10, **SHARDS)
         for number, ((machine, place), name) in enumerate(zip((one, two), names, strict=True))
@@ -67,7 +67,7 @@ def contend(one, two, names):
 
 
 def different_names(one, two, logs):
-    """Two savers, each with a name of its own in one parent: no save takes the other's work for a leftover."""
+    """Two savers with separate names in one parent: no save takes the other's work for a leftover."""
     contend(one, two, ["of-0", "of-1"])
     assert [look(two[0], two[1] / "of-0"), look(one[0], one[1] / "of-1")] == [18, 19]
     tidy(one[1], "of-0", "of-1")
@@ -75,7 +75,7 @@ def different_names(one, two, logs):
 
 
 def one_name(one, two, logs):
-    """Two savers of one name: each save succeeds, the last one is there, and so is a file that is nobody's."""
+    """Two savers of one name: each save succeeds, the last checkpoint is there, and so is a foreign file."""
     save(one[0], one[1] / "step", 1000)
     (one[1] / "step" / "config.json").write_text("mine")
     contend(one, two, ["step", "step"])
@@ -88,7 +88,7 @@ def one_name(one, two, logs):
 
 
 def readers_beside_a_saver(one, two, logs):
-    """Whoever reads while another machine saves over it gets a whole checkpoint, whatever way it reads."""
+    """A reader gets a whole checkpoint in every way of reading while another machine saves over it."""
     save(one[0], one[1] / "step", 0, **SHARDS)
     reader = two[0].start("look_until_told", path=str(two[1] / "step"), operations=READERS)
     reader.next()
@@ -102,7 +102,7 @@ def readers_beside_a_saver(one, two, logs):
 
 
 def stopped_but_alive(one, two, logs):
-    """A saver that stands still is not dead: nobody takes its work away."""
+    """A stopped saver is not dead: its work is not removed."""
     for name in ("mine", "other"):
         with machines.stopped_save(one[0], one[1] / "mine", logs / "log", "fdatasync") as child:
             save(two[0], two[1] / name, 7)
@@ -114,7 +114,7 @@ def stopped_but_alive(one, two, logs):
 
 
 def killed(one, two, logs):
-    """Killed in front of any call: whole old or whole new for the other machine, which also sweeps what is left."""
+    """A saver is killed before any call: the other machine finds the whole old or new one, and sweeps the rest."""
     hits = 0
     for call, turns in POINTS:
         for when in turns:
@@ -143,7 +143,7 @@ def killed(one, two, logs):
 
 
 def killed_and_not_swept(one, two, logs):
-    """Where nothing proves a death on another machine, its leftovers stay, and harm nobody; its own machine sweeps."""
+    """Without a proof of death on another machine, leftovers stay and do no harm; their own machine sweeps them."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "fdatasync", index=2) as child:
@@ -157,7 +157,7 @@ def killed_and_not_swept(one, two, logs):
 
 
 def removed_by_its_owner(one, two, logs):
-    """What a saver leaves that dies as it cleans up does not come back when the user removes the checkpoint."""
+    """Leftovers of a saver that dies during its clean-up do not come back when the user removes the checkpoint."""
     for call, when in (("unlinkat", 1), ("unlinkat", 2), ("unlinkat", 3)):
         path = one[1] / "step"
         save(one[0], path, 1, **SHARDS)
@@ -173,14 +173,14 @@ def removed_by_its_owner(one, two, logs):
         save(two[0], two[1] / "step", 3)
         assert look(one[0], path) == 3
         shutil.rmtree(path)
-        # Those of another machine may have to wait for that machine's next save.
+        # Leftovers of another machine may have to wait for that machine's next save.
         save(one[0], one[1] / "other", 4)
         tidy(one[1], "other")
         shutil.rmtree(one[1] / "other")
 
 
 def stopped_between_two_renames(one, two, logs):
-    """A reader puts the old one back when the saver takes too long; the saver then looks again."""
+    """A reader puts the old checkpoint back if the saver takes too long; then the saver looks again."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call = second_rename(one, logs)
@@ -193,7 +193,7 @@ def stopped_between_two_renames(one, two, logs):
 
 
 def aside_meanwhile(one, two, logs):
-    """What a saver took aside goes while another machine's saver looks at it: that one looks again."""
+    """A checkpoint that was moved aside vanishes while another machine's saver examines it, which then looks again."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call = second_rename(one, logs)
@@ -213,12 +213,12 @@ def aside_meanwhile(one, two, logs):
 
 
 def second_rename(machine, logs):
-    """The call that gives a new checkpoint the name that the old one has just lost."""
+    """The call that gives the old checkpoint's free name to the new one."""
     return call_of_a_save(machine, logs, "rename,renameat,renameat2", lambda call, path: call.paths()[1:] == [path])
 
 
 def call_of_a_save(machine, logs, names, wanted):
-    """Which call of a save over a checkpoint is the first that is wanted, as strace counts: by thread and name."""
+    """The number of the first wanted call of a save over a checkpoint, as strace counts: by thread and name."""
     path = machine[1] / "probe"
     save(machine[0], path, 1, **SHARDS)
     child = machine[0].start("save_held", path=str(path), index=2, threads=1, **SHARDS)
@@ -238,8 +238,8 @@ def call_of_a_save(machine, logs, names, wanted):
 
 
 def emptied_meanwhile(one, two, logs):
-    """While a saver looks at what was taken aside, by another machine's saver or by itself, that loses its name and
-    its manifest, as when somebody removes it: what the saver sees there is no reason to refuse."""
+    """While a saver examines a checkpoint that another machine's saver or itself moved aside, that loses its name and
+    its manifest, like during a removal. What the saver sees then is no reason to refuse."""
     path = one[1] / "step"
 
     def empty():
@@ -254,7 +254,7 @@ def emptied_meanwhile(one, two, logs):
     with contextlib.ExitStack() as held:
         with machines.stopped_save(one[0], path, logs / "log", *call, index=2, **SHARDS) as child:
             (aside,) = [name for name in os.listdir(two[1]) if name.startswith(".step.old-")]
-            # The first look at the manifest finds what was taken aside, the second one examines it.
+            # The first look at the manifest finds the checkpoint that was moved aside, the second examines it.
             stop = strace.stopping(rival.pid, logs / "rival", "openat2", 2, path=two[1] / aside)
             stopped = held.enter_context(stop)
             rival.go()
@@ -275,7 +275,7 @@ def emptied_meanwhile(one, two, logs):
 
 
 def rival_meanwhile(one, two, logs):
-    """Between a saver's look at the old one and its rename a rival commits: a file laid there since is not lost."""
+    """A rival commits between a saver's look and its rename: a file that was added since is not lost."""
     path = one[1] / "step"
     save(one[0], path, 1)
     (path / "config.json").write_text("mine")
@@ -289,10 +289,10 @@ def rival_meanwhile(one, two, logs):
 
 
 def directory_meanwhile(one, two, logs):
-    """Between the look and the rename the user moves the checkpoint away and puts a directory in its place: neither is
-    harmed. One that may be filled is filled, any other one stays and the save raises."""
+    """The user moves the checkpoint away between look and rename and puts a directory in its place: neither is
+    harmed. A directory that may be filled is filled, any other stays and the save raises."""
     for deep in (True, False):
-        # A name for each: a client may believe in one that is gone for half a minute.
+        # Different names: a client may cache a removed one for half a minute.
         name, moved = f"step-{deep}", f"moved-{deep}"
         path, other = one[1] / name, two[1] / name
         save(one[0], path, 1)
@@ -315,7 +315,7 @@ def directory_meanwhile(one, two, logs):
 
 
 def moved_meanwhile(one, two, logs):
-    """Between the look and the rename the user moves the checkpoint away and a rival saves: what was moved is whole."""
+    """The user moves the checkpoint away between look and rename and a rival saves: the moved one is whole."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
@@ -330,7 +330,7 @@ def moved_meanwhile(one, two, logs):
 
 
 def failing_commit(one, two, logs):
-    """A save that fails in its commit leaves nothing, not even a file that is open under another name."""
+    """A save that fails in its commit leaves nothing, not even an open file under another name."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call, when = second_rename(one, logs)
@@ -347,7 +347,7 @@ def failing_commit(one, two, logs):
 
 
 def swept_before_its_lock(one, two, logs):
-    """A saver that has made its manifest and not yet locked it looks dead. What it finds gone it makes again."""
+    """A saver between creating and locking its manifest looks dead. It makes removed files again."""
     probe = one[1] / "probe"
     child = one[0].start("save_held", path=str(probe), index=1, nbytes=SMALL, threads=1)
     child.next()
@@ -366,8 +366,8 @@ def swept_before_its_lock(one, two, logs):
 
 
 def swept_in_the_middle(one, two, logs):
-    """One saver stands before its commit while another one sweeps, then stands in the middle of that, if it ever
-    comes there: the first either commits the whole or raises."""
+    """One saver is stopped before its commit while another one sweeps, then is stopped within the commit, if it
+    gets there: the first either commits everything or raises."""
     path = one[1] / "mine"
     save(one[0], path, 1, **SHARDS)
     with contextlib.ExitStack() as second:
@@ -386,7 +386,7 @@ def swept_in_the_middle(one, two, logs):
 
 
 def loader_overtaken(one, two, logs):
-    """As the next one, for a file system that takes its time."""
+    """The next scenario, for a slow file system."""
     reader_overtaken(one, two, logs, ("load", "verify"))
 
 

@@ -1,4 +1,4 @@
-"""Every way from a checkpoint to its bytes: what one of them refuses, no other may let through."""
+"""Every way from a checkpoint to its bytes: no way may accept what another refuses."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from harness.options import grouped
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")
-#: Of more than one operation: they look at the structure first.
+#: Ways with more than one operation: they read the structure first.
 OPERATIONS = {"into": 2, "strided": 2}
-#: Memory of ours before and behind each target: what a write beyond it changes.
+#: Guard bytes before and after each target, which show a write beyond it.
 GUARD = 64 << 10
 _FILL = 0x5A
-#: Bytes of this length are stored as tensors are.
+#: Bytes of this length are stored like tensors.
 _LONG = 4096
-#: Targets larger than this are not made, nor is what is nested deeper.
+#: Larger targets are not made, nor more deeply nested ones.
 _LARGEST = 64 << 20
 _DEEPEST = 50
 
 
 def prepare() -> None:
-    """Set up the stand-in device in this process. Its stream is a thread, which no fork takes along."""
+    """Set up the stand-in device in this process. Its stream is a thread, which a fork does not inherit."""
     importlib.import_module("harness.standin")
 
 
 def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> Any:
-    """Bring everything in the checkpoint ``path`` here; ``options`` are those of ``load``, flat."""
+    """Load everything in the checkpoint ``path``; ``options`` are those of ``load``, flat."""
     options = grouped(options)
     if way == "load":
         return fastckpt.load(path, framework=framework, **options)
@@ -53,7 +53,7 @@ def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> 
 
 
 def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) -> Any:
-    """Load into targets that are just what the manifest claims, as a program that trusts it would make them."""
+    """Load into targets that match the manifest, like those of a program that trusts it."""
     try:
         shown = fastckpt.open(path).structure
     except Exception:  # noqa: BLE001 - loading is to say so itself
@@ -68,7 +68,7 @@ def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) 
 
 
 def _targets(shown: Any, framework: str, guards: list[np.ndarray], *, strided: bool, depth: int) -> Any:
-    """``shown`` with a target in the place of each tensor."""
+    """``shown`` with a target in place of each tensor."""
     if type(shown) is fastckpt.types.TensorInfo:
         return _target(shown, framework, guards, strided=strided)
     if depth == _DEEPEST:
@@ -103,7 +103,7 @@ def _target(info: fastckpt.types.TensorInfo, framework: str, guards: list[np.nda
 
 
 def contents(state: Any) -> list[bytes]:
-    """The bytes of all that a state stores as tensors, however nested; no recursion, as a mutant may be nested deep."""
+    """The bytes of everything that a state stores as tensors; without recursion: a mutant may be deeply nested."""
     found = []
     todo = [state]
     torch = sys.modules.get("torch")
@@ -112,7 +112,7 @@ def contents(state: Any) -> list[bytes]:
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
             todo += item.ravel().tolist()
         elif isinstance(item, np.ndarray):
-            # Of one that repeats its base, the base; of one with fields all bytes, also those between the fields.
+            # For an array that repeats its base, the base; for one with fields all bytes, also between the fields.
             item = item[tuple(slice(None if step else 1) for step in item.strides)]
             found.append(item.view(f"V{item.itemsize}").tobytes() if item.dtype.names else item.tobytes())
         elif torch is not None and isinstance(item, torch.Tensor):

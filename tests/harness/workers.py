@@ -1,8 +1,8 @@
-"""Workers of a test run are forks of one process that has collected its tests, and so imported all modules: an
-interpreter takes ten seconds to do that, and a fork one to collect again.
+"""Workers of a test run are forks of one process that has collected the tests and so imported all modules. An
+interpreter takes ten seconds for that, and a fork one second to collect again.
 
-The process that hands out the tests starts the trunk, and has xdist start this file in the place of an interpreter. It
-passes on the streams by which the fork talks to xdist, and lasts as long as the fork.
+The process that hands out the tests starts the trunk, and has xdist start this file in place of an interpreter. This
+file passes on the streams between the fork and xdist, and runs as long as the fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def trunk(arguments: Sequence[str]) -> Iterator[str]:
-    """What xdist's ``--tx`` calls a worker that is forked, for as long as the block lasts; ``arguments`` are those of
+    """The ``--tx`` argument of xdist for a forked worker, for the ``with`` statement; ``arguments`` are those of
     pytest."""
     from harness import zygote
 
@@ -44,22 +44,22 @@ def trunk(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def serve(path: str, arguments: Sequence[str]) -> None:
-    """The trunk: collect, and fork as asked until the other end of standard input closes."""
+    """The trunk: collect, and fork on request until the other end of standard input closes."""
     import pytest
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(path)
         listening.listen(64)
         print("ready", flush=True)
-        # Each worker says what cannot be imported.
+        # Each worker reports failed imports.
         said = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(said, number)
         pytest.main([*arguments, "-n", "0", "--collect-only", "-q"])
-        from harness import zygote  # not before pytest has: what it is to import first may be a plugin
+        from harness import zygote  # after pytest: a plugin may have to be imported first
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for them
         while sys.stdin.fileno() not in select.select([sys.stdin.fileno(), listening], [], [])[0]:
             with listening.accept()[0] as asking:
                 message, streams, _, _ = socket.recv_fds(asking, zygote.LARGEST_REQUEST, 3)
@@ -75,7 +75,7 @@ def serve(path: str, arguments: Sequence[str]) -> None:
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
-    """The interpreter that xdist has asked for."""
+    """Be the interpreter that xdist requested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, each in enumerate(streams):
@@ -98,7 +98,7 @@ def ask(path: str, command: Sequence[str]) -> None:
         asking.connect(path)
         socket.send_fds(asking, [json.dumps(request).encode()], [0, 1, 2])
         pid = int(asking.recv(32))
-    # xdist takes a stream that closes for a worker that is gone.
+    # For xdist, a closed stream means a dead worker.
     for number in (0, 1):
         os.close(number)
     with contextlib.suppress(ProcessLookupError):  # it has ended

@@ -1,12 +1,12 @@
 """Child processes by the hundred: one small process imports everything once and forks for each trial.
 
-A trial that kills, limits or strips its process needs a process of its own, and an interpreter takes 300 ms to start;
-a fork takes five. The children run the functions of :mod:`harness.jobs` by name (those of another module as
+A trial that kills, limits or strips its process needs a separate process, and an interpreter takes 300 ms to start;
+a fork takes 5 ms. The children run the functions of :mod:`harness.jobs` by name (those of another module as
 ``module:name``) and answer in JSON lines. ``FASTCKPT_TEST_IMPORT`` names modules to import once, before any fork;
 ``FASTCKPT_TEST_HUGE=1`` spends a second on forks that take a third of the time where much is imported.
 """
 
-# ruff: noqa: BLE001 - a child's every exception goes to its parent
+# ruff: noqa: BLE001 - every exception of a child goes to its parent
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from typing import Any, NoReturn
 PR_SET_PTRACER = 0x5961_6D61
 PR_SET_PTRACER_ANY = (1 << 64) - 1
 HUGE_PAGE = 2 << 20
-#: The variable that names modules to import after those of ``FASTCKPT_TEST_IMPORT``: kinds that differ by it alone are
+#: The variable that names modules to import after those of ``FASTCKPT_TEST_IMPORT``: kinds that differ only by it are
 #: forked from one process, which has imported those.
 MORE = "FASTCKPT_TEST_IMPORT_MORE"
 MADV_COLLAPSE = 25
 TESTS = Path(__file__).resolve().parents[1]
-#: Where the broker of :mod:`harness.sharing` listens, which gives zygotes whose modules are imported once for all
-#: workers; None: there is none.
+#: The address of the broker of :mod:`harness.sharing`, whose zygotes have modules that are imported once for all
+#: workers; None without a broker.
 broker: str | None = None
 # A request to it is one message, with its descriptors: a stream could split it, and lose them.
 LARGEST_REQUEST = 1 << 20
@@ -61,7 +61,7 @@ class HungError(AssertionError):
 
 
 def ending(status: int) -> str:
-    """How a process with this wait status ended."""
+    """A description of the end of a process with this wait status."""
     code = os.waitstatus_to_exitcode(status)
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"died with exit status {code}"
 
@@ -74,7 +74,7 @@ class Channel:
         self._buffer = b""
 
     def __del__(self) -> None:
-        # A killed child's last words may be read long after its end, so nobody else knows when to close.
+        # The last messages of a killed child may be read long after its end, so only this object knows when to close.
         self.sock.close()
 
     def send(self, value: Any) -> None:
@@ -99,7 +99,7 @@ class Channel:
 
 @dataclass
 class Raised:
-    """An exception of a child, as far as JSON carries it."""
+    """An exception of a child, in JSON."""
 
     kind: str
     bases: list[str]
@@ -111,7 +111,7 @@ class Raised:
 
 @dataclass
 class Child:
-    """One forked process and the job in it. ``inner`` is its number where the zygote lives, ``pid`` the one here."""
+    """One forked process and its job. ``inner`` is its number in the zygote's namespace, ``pid`` its number here."""
 
     pid: int
     inner: int
@@ -125,13 +125,13 @@ class Child:
         self.channel.send("go")
 
     def next(self, timeout: float = 60.0) -> Any:
-        """The next thing the job reports."""
+        """The next report of the job."""
         message = self._message(timeout)
         assert "report" in message, message
         return message["report"]
 
     def outcome(self, timeout: float = 60.0) -> Any:
-        """What the job returned, or a :class:`Raised`; its reports on the way are kept in ``reports``."""
+        """The result of the job, or a :class:`Raised`; its reports on the way are kept in ``reports``."""
         while True:
             message = self._message(timeout)
             if "report" in message:
@@ -150,7 +150,7 @@ class Child:
             raise HungError(f"child {self.pid} said nothing for {timeout} s") from None
 
     def drain(self) -> list[Any]:
-        """All reports of a child that has been killed, those it sent unread before its death among them."""
+        """All reports of a killed child, including unread ones from before its death."""
         with contextlib.suppress(EOFError):
             while True:
                 message = self.channel.receive(60)
@@ -159,16 +159,16 @@ class Child:
         return self.reports
 
     def signal(self, number: int) -> None:
-        # Nobody but the zygote reaps, and only when asked: so the pid is still this child's.
+        # Only the zygote reaps, and only on request, so the pid is still this child's.
         os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until all of its threads stand still: until then they go on."""
+        """SIGSTOP, and wait until all of its threads have stopped: until then they go on."""
         self.signal(signal.SIGSTOP)
         self.until_stopped()
 
     def until_stopped(self) -> None:
-        """Wait until it stands still, by a signal that is on its way."""
+        """Wait until a pending signal has stopped it."""
         status = Path(f"/proc/{self.pid}/stat")
         limit = time.monotonic() + 60
         while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "T":
@@ -177,7 +177,7 @@ class Child:
             time.sleep(0.001)
 
     def kill(self) -> int:
-        """SIGKILL, and wait until it is really gone; the wait status."""
+        """SIGKILL, and wait until the process is gone; returns the wait status."""
         if self.status is None:
             self.signal(signal.SIGKILL)
         return self.wait()
@@ -194,7 +194,7 @@ class Child:
 
 
 class Forked:
-    """A process that another one has forked for this one, as far as it is like a ``Popen``."""
+    """A process that another one has forked for this one, with a part of the interface of ``Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -208,7 +208,7 @@ class Forked:
 
 
 def _shared(kind: dict[str, str], variables: dict[str, str]) -> socket.socket:
-    """A socket to a new zygote whose modules were imported with ``kind`` in the environment, and that has
+    """A socket to a new zygote whose modules were imported with ``kind`` in the environment, and which has
     ``variables`` in its own."""
     ours, theirs = socket.socketpair()
     request = {"kind": kind, "variables": variables, "folder": str(Path.cwd())}
@@ -222,8 +222,8 @@ class Zygote:
     """The process that forks; several threads may ask it. Use :func:`running`."""
 
     def __init__(self, *prefix: str, env: dict[str, str] | None = None, own: dict[str, str] | None = None) -> None:
-        """``own``: what is set in its environment after all is imported."""
-        # A BLAS pool would be threads in a process that forks.
+        """``own``: variables that are set after all imports."""
+        # A BLAS pool would have threads in a forking process.
         kind = {"OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(env or {})}
         variables = {**environment(), **kind, **(own or {})}
         shared = broker is not None and not prefix
@@ -236,7 +236,7 @@ class Zygote:
             theirs.close()
             self.control = Channel(ours)
         self._lock = threading.Lock()
-        # It imports torch, and more: a second alone, minutes on a busy machine.
+        # It imports torch and more, which takes a second, or minutes on a busy machine.
         pid = self.control.receive(300)
         if shared:
             self.process = Forked(pid)
@@ -246,7 +246,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
-            # A descriptor rides on a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
+            # A descriptor travels with a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
             if self.control.receive(60) != "socket":
                 raise AssertionError("the zygote is out of step")
             socket.send_fds(self.control.sock, [b"\n"], [theirs.fileno()])
@@ -254,7 +254,7 @@ class Zygote:
         return Child(self._outer(inner), inner, Channel(ours), self)
 
     def _outer(self, inner: int) -> int:
-        """The number that a child has here, where a prefix of ``unshare --pid`` gives it another one inside."""
+        """The number of a child here, if a prefix of ``unshare --pid`` gives it another one inside."""
         space = Path(f"/proc/{self.process.pid}/ns/pid_for_children").readlink()
         if space == Path("/proc/self/ns/pid").readlink():
             return inner
@@ -267,7 +267,7 @@ class Zygote:
         raise AssertionError(f"no process {inner} in {space}")
 
     def run(self, job: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """Run a job to its end in a child; what it returned, or a :class:`Raised`."""
+        """Run a job to its end in a child; its result, or a :class:`Raised`."""
         return self.start(job, **arguments).outcome(timeout)
 
     def reap(self, pid: int) -> int:
@@ -278,8 +278,8 @@ class Zygote:
 
 @contextlib.contextmanager
 def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]:
-    """A zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
-    # The counters' pages of children that are killed would pile up where a real monitor looks.
+    """A zygote for the ``with`` statement; ``prefix`` is a command to run it under."""
+    # The counters of killed children would pile up in the directory of a real monitor.
     with tempfile.TemporaryDirectory(prefix="fastckpt-top-", dir="/dev/shm") as counters:
         zygote = Zygote(*prefix, env=env, own={"FASTCKPT_TOP_DIR": counters})
         try:
@@ -292,9 +292,9 @@ def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]
 def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
     code = 70
     try:
-        # A test run in the background inherits SIGINT ignored; restore what a user's program has.
+        # A test run in the background ignores SIGINT; restore the default of users' programs.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Let strace attach where Yama allows only ancestors to.
+        # Let strace attach even if Yama allows only ancestors.
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
         if request["hold"]:
             channel.receive()
@@ -327,8 +327,8 @@ def _text(value: Any) -> str | None:
 
 
 def _gather_memory() -> None:
-    """Put what is imported into huge pages: a fork copies an entry for each page, and torch's 400 MB have 100,000 small
-    ones. Linux before 6.1 refuses, and all goes on as it was."""
+    """Put imported modules into huge pages: a fork copies an entry for each page, and torch's 400 MB have 100,000 small
+    ones. Linux before 6.1 refuses, which does no harm."""
     collapse = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
         addresses, access, *_, name = (*line.split(None, 5), "")[:6]
@@ -338,14 +338,14 @@ def _gather_memory() -> None:
 
 
 def prepare() -> None:
-    """Import what the environment names, as one that is to fork."""
-    # Nothing of what is imported is garbage, and looking for some takes a fifth of the time.
+    """Do the imports that the environment names, before forks."""
+    # Imports make no garbage, and the search for it takes a fifth of the time.
     gc.disable()
     importlib.import_module("harness.jobs")
     for variable in ("FASTCKPT_TEST_IMPORT", MORE):
         for module in filter(None, os.environ.get(variable, "").split(",")):
             importlib.import_module(module)
-    # A collection in a child would write to every object, and so copy the pages that it shares with this process.
+    # A collection in a child would write to every object, and so copy the pages shared with this process.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -354,14 +354,14 @@ def prepare() -> None:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """The zygote's loop: fork or reap, as asked, until the other side closes."""
+    """The zygote's loop: fork or reap on request, until the other side closes."""
     control = Channel(socket.socket(fileno=descriptor))
     control.send(os.getpid())
     while True:
         try:
             request = control.receive()
         except EOFError:
-            os._exit(0)  # what torch does at the end of an interpreter takes a second, and serves nobody here
+            os._exit(0)  # torch's work at the end of an interpreter takes a second, and is not needed here
         if "reap" in request:
             control.send(os.waitpid(request["reap"], 0)[1])
             continue

@@ -1,4 +1,4 @@
-"""A training loop on accelerate, as its examples have it, that a test may end at any point, and what it leaves."""
+"""A training loop on accelerate, as its examples have it, that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEDULES = {
 
 
 class Progress:
-    """Where the program is, what it has seen, its log, and its best model with the metric."""
+    """The program's step, the rows it saw, its log, and its best model with the metric."""
 
     def __init__(self):
         self.step, self.losses, self.rows, self.log, self.best = 0, [], [], [], [float("inf")]
@@ -282,7 +282,7 @@ def damaged(folder):
 
 
 def loaded_otherwise(folder):
-    """Load with a hook, into another dtype, and with parameters that the checkpoint lacks. Returns what came of it."""
+    """Load with a hook, into another dtype, and with parameters that the checkpoint lacks. Returns the results."""
     path, seen = str(Path(folder, "c")), []
     with door.install(background=False):
         accelerator, model = made(folder)

@@ -1,4 +1,4 @@
-"""A fine-tuning by TRL's ``sft``, as its command line starts it, and what it leaves."""
+"""A fine-tuning by TRL's ``sft``, as its command line starts it, and its results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command_of(material, out, **options):
 
 
 def tune(folder, material, **options):
-    """Run the command's own function with the door installed, and give what :func:`trainers.train` gives."""
+    """Run the command's own function with the integration installed, and return the same as :func:`trainers.train`."""
     import datasets
     import trl
     from trl.scripts import sft

@@ -1,4 +1,4 @@
-"""Who reads which checkpoint: each kind is written by its own library and read by each reader.
+"""Which reader reads which checkpoint: each kind is written by its own library and read by each reader.
 
     PYTHONPATH=python:tests python tests/integrations/formats.py
 
@@ -32,7 +32,7 @@ import fastckpt
 from harness import cli, groups, looks, pages
 
 PAGE = "docs/migrate/formats.md"
-#: Where the table stands.
+#: The table within the page.
 PLACE = re.compile(r"(?<=<!-- the table of tests/integrations/formats.py -->\n).*?(?=<!-- its end -->)", re.DOTALL)
 
 
@@ -89,7 +89,7 @@ def write(folder: str) -> None:
             writer(saved, f"kind-{number}")
 
 
-# Each reader gives what it found of the state: names or keys, and values.
+# Each reader returns the part of the state that it found: names or keys, and values.
 
 
 def _load(path: str) -> Any:
@@ -157,7 +157,7 @@ READERS = {
 
 
 def _by_python(kinds: list[str]) -> dict[str, Any]:
-    """What the reader in Python gives for each kind that it reads."""
+    """The tensors of the reader in Python, for each kind that it reads."""
     program = """
 from harness import portable
 import fastckpt, pickle, sys
@@ -185,7 +185,7 @@ def _tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def extent(found: Any, wanted: Any) -> str:
-    """How much of a state was found, to the last bit."""
+    """The share of a state that was found, bit for bit."""
     ours, theirs = _tensors(wanted), _tensors(found)
     # A file of the model alone has its names; of tied tensors one is enough.
     model = {name.removeprefix("model."): tensor for name, tensor in ours.items() if name.startswith("model.")}
@@ -205,7 +205,7 @@ def extent(found: Any, wanted: Any) -> str:
 
 
 def read(folder: str) -> list[list[str]]:
-    """What each reader finds in each kind."""
+    """The part that each reader finds in each kind."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
     wanted = state()

@@ -1,4 +1,4 @@
-"""A training by Lightning's Trainer that a test may end at any point, and what it leaves."""
+"""A training by Lightning's Trainer that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def train(
     inputs = torch.randn(8 * EPOCH * ranks, 16)
     rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = StatefulDataLoader(rows, batch_size=8, sampler=StatefulDistributedSampler(rows, ranks, rank))
-    # A generator of its own: what goes on has not evaluated yet, and would take one number less from torch's.
+    # A generator of its own: a resumed run has not evaluated yet, and would take one number less from torch's.
     evaluated = torch.utils.data.DataLoader(rows, batch_size=32, generator=torch.Generator()) if evaluates else None
     model = module()(width=32, lora=lora)
     lightning.seed_everything(1 + rank)
@@ -113,7 +113,7 @@ def train(
             self.reach(trainer, "on_train_end")
 
         def note(self, trainer, name, value):
-            # What a run that was killed has noted stays there; so each step that is taken twice is compared, too.
+            # The log of a killed run stays, so each step that is taken twice is compared, too.
             with (folder / f"noted-{rank}").open("a") as file:
                 file.write(json.dumps([trainer.fit_loop.total_batch_idx, name, value]) + "\n")
 

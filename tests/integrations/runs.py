@@ -1,4 +1,4 @@
-"""Runs of a training program: how one begins, how a test plays it, and what two equal ones have in common."""
+"""Runs of a training program: how one begins, how a test runs it, and how two are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fastckpt
 
 
 def begin(folder):
-    """Be a process of torchrun in a folder, whose log keeps what fastckpt says; return the folder."""
+    """Act as a process of torchrun in a folder, whose log keeps fastckpt's messages; return the folder."""
     folder = Path(folder)
     os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
     torch.set_num_threads(1)
@@ -39,21 +39,21 @@ def digest(model):
 
 
 def strike(number):
-    """Send this process a signal. Before it is killed, what it saves is durable: there is something to go on from."""
+    """Send this process a signal. Before it is killed, its saves are durable, so that a run can resume."""
     if number == signal.SIGKILL:
         fastckpt.background.drain()
     os.kill(os.getpid(), number)
 
 
 def adapted(model, *layers):
-    """A model whose layers of these names are trained by LoRA, and nothing else of it is."""
+    """A model of which only the layers of these names are trained, by LoRA."""
     import peft  # a second and a half, which processes without adapters would take, too
 
     return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=[*layers]))
 
 
 def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
-    """Run a program in a folder on so many ranks, and say how it ended on each."""
+    """Run a program in a folder on several ranks; the outcome of each."""
     folder.mkdir(exist_ok=True)
     with libraries.group(ranks, backend="") as group:
         group.start(program, str(folder), strike, **arguments)
@@ -61,7 +61,7 @@ def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
 
 
 def ended(outcomes):
-    """What it returned on the first rank, where it ended well on all."""
+    """The result of the first rank, if all ranks succeeded."""
     assert all(one.kind == "returned" for one in outcomes), outcomes
     return outcomes[0].value
 
@@ -73,7 +73,7 @@ def killed(program, libraries, folder, strike, *, ranks=1, **arguments):
 
 
 def undisturbed(program, libraries, make_folder):
-    """A function of a program's arguments: what it returns where nothing disturbs it; each run is made once."""
+    """A function of a program's arguments: the result of an undisturbed run, made once for each."""
     known = {}
 
     def run(*, ranks=1, **arguments):

@@ -1,4 +1,4 @@
-"""accelerate with the door: a loop that is killed and started again ends as one that nothing disturbed.
+"""accelerate with the integration: a loop that is killed and restarted ends like an undisturbed one.
 
 accelerate itself has no evaluation, log, best model or answer to SIGTERM: they are the program's, and so is its state.
 """
@@ -26,7 +26,7 @@ def killed(libraries, folder, step, point="step", **arguments):
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """How a run ends that nothing disturbs, by its arguments."""
+    """The end of an undisturbed run, by its arguments."""
     return runs.undisturbed(accelerated.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -140,13 +140,13 @@ def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there
 
 
 def test_a_stateful_loader_is_where_it_was(libraries, tmp_path):
-    """Also where it is saved again before its next batch, and where it has ended."""
+    """Also if it is saved again before its next batch, and if it has ended."""
     ((found, wanted),) = once(libraries, accelerated.saved_again, tmp_path)
     assert found == wanted
 
 
 def once(libraries, function, folder, ranks=1, **options):
-    """What a function returns on each rank."""
+    """The results of a function on each rank."""
     with libraries.group(ranks, backend="gloo" if ranks > 1 else "") as group:
         return group.run(function, str(folder), timeout=120, **options)
 
@@ -166,7 +166,7 @@ def test_nothing_is_loaded_where_all_are_damaged(libraries, tmp_path):
 
 
 def test_what_happens_to_one_process_is_known_to_all(libraries, tmp_path):
-    """Mutant: a process that is well goes on, and its next collective call meets the other's question."""
+    """Mutant: a process that is well goes on, and its next collective call meets a different one."""
     found = once(libraries, accelerated.alone, tmp_path / "damage", 2, kind="CorruptCheckpointError", raised="rotten")
     assert found == [{"number": 0}, {"number": 0}]
     well, ill = once(libraries, accelerated.alone, tmp_path / "other", 2, kind="RuntimeError", raised="out of memory")

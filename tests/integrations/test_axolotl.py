@@ -1,4 +1,4 @@
-"""Axolotl's plugin against what Axolotl calls: its manager of plugins, and its search for a checkpoint."""
+"""Axolotl's plugin against its callers: Axolotl's manager of plugins, and its search for a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_plugin(libraries, tmp_path):
         return outcome
 
     auto = {"auto_resume_from_checkpoints": True}
-    # A directory of a killed save, which Axolotl by itself would take.
+    # A directory of a killed save, which Axolotl without the plugin would choose.
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "tokens_state.json").write_text(json.dumps({"total": 1}))
     assert play(**auto) == (False, 0, 10)

@@ -1,4 +1,4 @@
-"""DeepSpeed with the door: what ZeRO has on any number of processes comes back on any other, to the last bit."""
+"""DeepSpeed with the integration: a ZeRO state of any number of processes is restored on any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import groups
 @pytest.fixture(scope="module")
 def processes():
     """Makes groups of processes that have imported DeepSpeed."""
-    # What the first engine imports, too.
+    # The imports of the first engine.
     later = (
         "module_inject.auto_ep_layer",
         "runtime.superoffload.superoffload_stage3",
@@ -47,7 +47,7 @@ def play(processes, ranks, folder, stage, dtype="bf16", **more):
     ],
 )
 def test_any_number_of_processes_goes_on(processes, tmp_path, ranks, stage, dtype, how):
-    """Mutant: what is trained comes back only if the model's own ``state_dict`` has it."""
+    """Mutant: a trained tensor comes back only if the model's own ``state_dict`` has it."""
     _, saved, losses, end = zip(*play(processes, ranks, tmp_path, stage, dtype, save=3, **how), strict=True)
     assert saved[0]["counters"][0] == 3
     assert (tmp_path / "latest").read_text() == "global_step3"

@@ -15,7 +15,7 @@ PROGRAMS = sorted(Path(__file__).parents[2].joinpath("examples", "doors").glob("
 
 
 def left(folder):
-    """What a program has left, and when it was written."""
+    """The files of a program, and their times."""
     return {path: path.stat().st_mtime_ns for path in folder.joinpath("runs").rglob("*") if path.is_file()}
 
 
@@ -24,7 +24,7 @@ HERE = [program for program in PROGRAMS if program.stem not in ("ray_train", "vl
 
 @pytest.mark.parametrize("program", HERE, ids=[program.stem for program in HERE])
 def test_a_program_goes_on_where_it_was(libraries, tmp_path, program):
-    """Again after its end, it does nothing; with more steps, it goes on."""
+    """Started after its end, it does nothing; with more steps, it continues."""
     script = zero.script if program.stem == "deepspeed_loop" else runs.script
 
     def run(steps):

@@ -1,4 +1,4 @@
-"""docs/migrate/formats.md: who reads which checkpoint, as the libraries themselves have it."""
+"""docs/migrate/formats.md: which reader reads which checkpoint, by the libraries themselves."""
 
 from __future__ import annotations
 

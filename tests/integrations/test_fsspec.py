@@ -1,4 +1,4 @@
-"""fsspec's file system: whole and durable files, also where fsspec closes them after an error."""
+"""fsspec's file system: whole and durable files, also if fsspec closes them after an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_file_is_there_if_no_error_comes(files, old, how, fails):
 
 
 def test_a_file_that_a_handler_of_another_error_writes_is_there(files, old):
-    """Mutant: any exception that is handled counts."""
+    """Mutant: any exception under handling counts."""
     try:
         int("nothing")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Units of the doors: what they need of a directory of checkpoints, and which trainers may save in the background."""
+"""Units of the integrations: their search in a directory of checkpoints, and trainers that may save in background."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Plain(Trainer):
 
 
 class Before(Trainer):
-    """Does something first, as most do."""
+    """Does other work first, like most trainers."""
 
     def _save_checkpoint(self, model, trial):
         self.noted = model
@@ -157,7 +157,7 @@ def test_a_trainer_without_source_may_do_anything():
 
 
 def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
-    """GRPO's writes a file into the checkpoint then, so that it waits."""
+    """GRPO's writes a file into the checkpoint then, so it waits."""
     names = [name for name in trl.__all__ if name.endswith("Trainer")]
     found = {name: door._saves_last(getattr(trl, name)) for name in names}
     assert found["SFTTrainer"]
@@ -165,7 +165,7 @@ def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
 
 
 class Asking:
-    """In the place of an ``Accelerator``."""
+    """Stands for an ``Accelerator``."""
 
 
 def slow_first():

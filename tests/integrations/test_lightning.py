@@ -1,4 +1,4 @@
-"""Lightning with the plugin: a training that is killed and started again ends as one that nothing disturbed."""
+"""Lightning with the plugin: a training that is killed and restarted ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """How a run ends that nothing disturbs, by its arguments."""
+    """The end of an undisturbed run, by its arguments."""
     return runs.undisturbed(lit.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -76,7 +76,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbe
     ],
 )
 def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began):
-    """Weights, log, the best model and its score; what ModelCheckpoint saves for a stop is there in addition."""
+    """Weights, log, the best model and its score; ModelCheckpoint's save for a stop is there in addition."""
     _, wanted, left = undisturbed(evaluates=True)
     (first,) = play(libraries, tmp_path, strike, evaluates=True)
     assert first.kind == ("died" if strike[0] == KILL else "raised")
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_one_of_fastckpt(libraries, undisturbed, tmp_path):
 
 
 def test_a_run_of_lightning_goes_on(libraries, undisturbed, tmp_path):
-    """What torch wrote is read, and stays until what replaces it is durable."""
+    """torch's file is read, and stays until its replacement is durable."""
     killed(libraries, tmp_path, 22, installed=False)
     folder = tmp_path / "checkpoints"
     assert (folder / "last.ckpt").is_file()
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_an_error(libraries, tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A plugin whose saves end when the test says so; and those saves."""
+    """A plugin whose saves end when the test lets them; and those saves."""
     saves = []
 
     class Save:

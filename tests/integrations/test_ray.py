@@ -1,4 +1,4 @@
-"""Ray Train's door against a stand-in with Ray's interface: ray_by_hand.py runs it in Ray itself."""
+"""Ray Train's integration against a stand-in with Ray's interface: ray_by_hand.py runs it in Ray itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness import pages
 
 
 class Train(types.ModuleType):
-    """``ray.train`` of one worker, as far as the door calls it."""
+    """``ray.train`` of one worker, as far as the integration calls it."""
 
     CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="NO_UPLOAD")
     CheckpointConsistencyMode = types.SimpleNamespace(COMMITTED="COMMITTED")
@@ -69,7 +69,7 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
             door.report({"step": step}, manager)
     paths = [str(tmp_path / "link" / "steps" / f"step-{step:08d}") for step in (3, 6)]
     assert train.reported == [(1, None), (2, None), (3, paths[0]), (4, None), (5, None), (6, paths[1]), (7, None)]
-    # After a restart, Ray knows those, by another path perhaps; another worker reports none.
+    # After a restart, Ray knows those, perhaps by another path; another worker reports none.
     importlib.reload(door)
     train.known = [str(tmp_path / "steps" / "step-00000006")]
     door.report({"step": 8}, manager)
@@ -80,7 +80,7 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
 
 
 def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
-    """Mutant: what it saves anew, Ray removes with what was there before."""
+    """Mutant: Ray removes its new save together with the old one."""
     state = {"weight": torch.ones(3)}
     with fastckpt.Manager(tmp_path / "steps") as manager:
         for step in (1, 2, 3):
@@ -159,7 +159,7 @@ def test_the_program_of_the_guide(train):
 
 
 def test_the_program_of_the_examples(train, monkeypatch, capsys):
-    """It goes on where it was; again after its end, it takes no step."""
+    """It continues where it stopped; started after its end, it takes no step."""
 
     def trainer(function, *, train_loop_config, scaling_config, run_config):
         def fit():

@@ -1,4 +1,4 @@
-"""safetensors' files by the door: the same bytes, whole, durable and checked; and tensors that threads fetch."""
+"""safetensors' files by the integration: the same bytes, whole, durable and checked; and tensors that threads fetch."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_description_that_is_wrong_replaces_nothing(tmp_path, given):
 
 
 def test_a_header_that_is_too_long_is_refused(tmp_path):
-    """By safetensors, too: nobody could open the file."""
+    """By safetensors, too: no reader could open the file."""
     path = tmp_path / "m.safetensors"
     for save in (safetensors.numpy.save_file, door.save_file):
         with pytest.raises(SafetensorError, match=r"header too large|more than 100000000 bytes"):
@@ -200,7 +200,7 @@ def test_a_header_that_is_too_long_is_refused(tmp_path):
 
 
 def test_installed_it_leaves_what_a_link_points_to(tmp_path):
-    """Such as a cache's file, which others have."""
+    """Such as a cache's file, which other links share."""
     door.save_file({"w": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "link").symlink_to("blob")
     with door.install():
@@ -362,7 +362,7 @@ def test_a_single_file_is_compared_where_it_is_read_as_a_whole(tmp_path):
 
 
 def test_a_handle_of_what_was_replaced(state, checkpoint):
-    """It goes on with the file that it has opened; what can be verified no more is not given."""
+    """It continues with the file that it has opened; tensors that can no longer be verified are not returned."""
     path = checkpoint / "model.safetensors"
     with door.safe_open(path, "pt") as file, door.safe_open(path, "pt", verify=False) as other:
         file.get_tensor("w")
@@ -414,7 +414,7 @@ def none_left():
 
 @pytest.fixture
 def held(checkpoint):
-    """Reads of tensors wait, each for its turn: the function lets one by its name go on, or all."""
+    """Reads of tensors wait, each for its turn: the function releases one by its name, or all."""
     gates = {name: threading.Event() for name in ("w", "b", "none")}
     begun = concurrent.futures.Future()
 

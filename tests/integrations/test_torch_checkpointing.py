@@ -1,4 +1,4 @@
-"""torch_checkpointing on fastckpt's files: what it has saved is durable and checked, and a kill costs nothing older."""
+"""torch_checkpointing on fastckpt's files: its saves are durable and checked, and a kill costs no older checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def manager_of(io="auto", *, mmap=True, reshards=False, **config):
 
 
 def state(step):
-    """What a rank has of a state."""
+    """A rank's part of a state."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     weight = torch.arange(24.0).reshape(8, 3) + step + rank
     return {"model": {"weight": weight}, "own": {"big": torch.full((300_000,), float(step)), "step": step}}
@@ -84,7 +84,7 @@ def test_save_load_and_no_place_is_taken_twice(tmp_path):
     manager.close()
     assert {name: content for name, content in files(tmp_path).items() if "tmp_step-1" not in str(name)} == before
     assert load(tmp_path, 1)
-    # What a failed one left is overwritten.
+    # The files of a failed save are overwritten.
     (tmp_path / "step-1").rename(tmp_path / "step-0")
     save(tmp_path, 1)
     assert load(tmp_path, 1)
@@ -146,7 +146,7 @@ def test_all_that_a_checkpoint_consists_of_is_synced(tmp_path):
 
 
 def test_the_table_of_renames(tmp_path):
-    """What torch_checkpointing demands of each storage."""
+    """torch_checkpointing's requirements of each storage."""
     storage = StorageConfig().create_storage()
 
     def make(name, kind):
@@ -208,7 +208,7 @@ def test_its_process_in_the_background_writes_so_too(forge, tmp_path):
 
 
 def reshard(folder):
-    """Save what is sharded, and load it into what is not: by slices of the file."""
+    """Save sharded tensors, and load them into whole ones: by slices of the file."""
     mesh = init_device_mesh("cpu", (1,))
     saved = distribute_tensor(torch.arange(24.0).reshape(8, 3), mesh, [Shard(0)])
     manager = manager_of(reshards=True)
@@ -220,7 +220,7 @@ def reshard(folder):
 
 
 def test_what_is_spread_otherwise_is_read_in_slices(forge, tmp_path):
-    """On one rank: its ranks gather what each has by CUDA alone."""
+    """On one rank: several gather their parts by CUDA alone."""
     with forge.group(1) as group:
         assert group.run(reshard, str(tmp_path / "step-1")) == [True]
     assert all(CHECKSUM in os.listxattr(tmp_path / name) for name in files(tmp_path))

@@ -1,4 +1,4 @@
-"""torchtitan with the door: a run that is killed, moved or misconfigured goes on as one that nothing disturbed."""
+"""torchtitan with the integration: a run that is killed, moved or misconfigured continues like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forge():
 
 
 def play(groups, folder, last=STEPS, kind="ours", *, ranks=2, **config):
-    """What each rank of a run found, and how it ended.
+    """Each rank's findings in a run, and its end.
 
     ``groups``: ``forge.group``, whose processes are new, as where a job is started again, or is to have fastckpt
     installed for good; or ``lasting``, whose processes have played before, and know already how torch spreads this
@@ -42,7 +42,7 @@ def killed(forge, folder, dies, **config):
 
 @pytest.fixture(scope="module")
 def straight(lasting, tmp_path_factory):
-    """How a run of torchtitan's own manager ends, which nothing disturbs."""
+    """The end of an undisturbed run of torchtitan's own manager."""
     return [result[2] for result in play(lasting, tmp_path_factory.mktemp("straight"), kind="stock")]
 
 
@@ -89,7 +89,7 @@ def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_
     play(lasting, tmp_path, 4, adapter=adapter, told=[told])
     assert are_named(tmp_path / "run" / "step-4") == {False}
     assert begun(play(lasting, tmp_path, adapter=adapter, told=[told])) == (4, straight)
-    # An export is what the adapter makes of it.
+    # An export is the adapter's output.
     config = {"ends": True, "last_save_model_only": True, "last_save_in_hf": True}
     if adapter == "drops":
         play(lasting, tmp_path, 8, adapter=adapter, told=[told], **config)
@@ -124,7 +124,7 @@ def test_killed(forge, straight, tmp_path):
     """Between a step and its save; two are there at any time."""
     for dies in (3, 5):
         killed(forge, tmp_path, dies, keep_latest_k=2, async_mode="disabled")
-        # The one before them may be about to go.
+        # Retention may be about to remove the one before them.
         assert steps_of(tmp_path)[-2:] == [dies - 2, dies - 1]
     assert begun(play(forge.group, tmp_path, keep_latest_k=2)) == (4, straight)
 
@@ -202,7 +202,7 @@ def test_the_last_step_is_for_export(forge, lasting, straight, tmp_path, adapter
 
 
 def seed(folder):
-    """What torchtitan does with ``create_seed_checkpoint``: a checkpoint of step 0, and nothing else."""
+    """Like torchtitan with ``create_seed_checkpoint``: a checkpoint of step 0, and nothing else."""
     return titan.train(folder, 0, "ours", seeds=True, last_save_model_only=True)
 
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the door: killed, stopped and started again, it ends as a run that nothing disturbed."""
+"""transformers' Trainer with the integration: killed, stopped and restarted, it ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """How a run ends that nothing disturbs, by its arguments."""
+    """The end of an undisturbed run, by its arguments."""
     return runs.undisturbed(trainers.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -288,7 +288,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
     ] == ["died"] * 2
     assert ended(play(libraries, tmp_path, ranks=2, **trainer_kills.FSDP2)) == wanted
-    # One process goes on with what they left, all of it.
+    # One process resumes from their complete checkpoint.
     (tmp_path / "out").rename(tmp_path / "two")
     assert [
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
@@ -303,7 +303,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
 
 
 def test_killed_at_random_moments(libraries, tmp_path):
-    """The row ``trainings`` of tests/faults does it as often as one likes."""
+    """The row ``trainings`` of tests/faults does it any number of times."""
     kills = 0
     for more in trainer_kills.campaign(libraries, trainers.train, tmp_path, seed=5):
         kills += more

@@ -1,4 +1,4 @@
-"""TRL's ``sft`` below ``fastckpt run``: the command of somebody else, killed and started again."""
+"""TRL's ``sft`` below ``fastckpt run``: the command of another package, killed and restarted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def libraries():
 
 
 def test_the_command(tmp_path, libraries, material):
-    """Through accelerate's launcher, as its user calls it; it goes on from where it was, told so in text."""
+    """Through accelerate's launcher, as its user calls it; it resumes, by an option given as text."""
     with libraries.group(1, backend="") as group:
         group.start(fine_tuning.tune, str(tmp_path), str(material), max_steps=5, load_best_model_at_end=False)
         assert [one.kind for one in group.outcomes(120)] == ["returned"]
@@ -44,7 +44,7 @@ def test_the_command(tmp_path, libraries, material):
     )
     assert done.returncode == 0, done.stderr
     assert fastckpt.verify(tmp_path / "out" / "checkpoint-10").ok
-    # It took five steps.
+    # It ran five steps.
     assert done.stdout.count("'loss'") == 2
 
 

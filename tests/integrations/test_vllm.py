@@ -21,7 +21,7 @@ LOADERS = "vllm.model_executor.model_loader"
 
 
 class DefaultModelLoader:
-    """What the door relies on, as the main branch of November 2026 has it; not what it says of missing weights."""
+    """The interface that the integration uses, from vLLM's main branch of November 2026, less its loading report."""
 
     def __init__(self, load_config):
         self.load_config = load_config
@@ -33,7 +33,7 @@ class DefaultModelLoader:
 
 
 class Model(LlamaForCausalLM):
-    """Takes weights as vLLM's models do."""
+    """Loads weights like vLLM's models."""
 
     def load_weights(self, weights):
         parameters, self.order = dict(self.named_parameters()), []
@@ -45,7 +45,7 @@ class Model(LlamaForCausalLM):
 
 @pytest.fixture
 def loader(monkeypatch):
-    """The loader, as vLLM makes it."""
+    """The loader, made like vLLM makes it."""
     known = {}
 
     def register_model_loader(name):

@@ -1,4 +1,4 @@
-"""Kills trainings at random moments and starts them again, and holds what they leave against undisturbed ones.
+"""Kills trainings at random moments, restarts them, and compares their results with undisturbed ones.
 
 Each run goes on until it ends by itself.
 """
@@ -44,7 +44,7 @@ class Hand:
     def until_it_ends(
         self, libraries: groups.Forge, run: Callable[..., Any], folder: Path, ranks: int, **arguments: Any
     ) -> tuple[int, Any]:
-        """Start a training again and again; how often it was killed, and what it leaves."""
+        """Start a training again and again; the number of kills, and its results."""
         folder.mkdir(exist_ok=True)
         kills = 0
         while True:

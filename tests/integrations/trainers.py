@@ -1,4 +1,4 @@
-"""A small training by transformers' Trainer, that a test may end at any point, and what it leaves."""
+"""A small training by transformers' Trainer, that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ARGUMENTS = {
     "disable_tqdm": True,
     "use_cpu": True,
 }
-#: What differs between two equal runs.
+#: The fields that differ between two equal runs.
 _TIMES = ("runtime", "per_second")
 
 
@@ -64,7 +64,7 @@ class Counter(TrainerCallback, ExportableState):
 
 
 class Writer(TrainerCallback):
-    """Puts a directory of its own into each checkpoint."""
+    """Puts a further directory into each checkpoint."""
 
     def on_save(self, args, state, _, **__):
         Path(args.output_dir, f"checkpoint-{state.global_step}", "notes").mkdir()
@@ -106,7 +106,7 @@ ADAPTERS = {
 
 
 class OwnLoader(Trainer):
-    """Looks for random states in a way of its own, as Axolotl's does."""
+    """Looks for random states in its own way, like Axolotl's."""
 
     def _load_rng_state(self, checkpoint):
         assert not Path(checkpoint, "rng_state.pth").exists()
@@ -146,7 +146,7 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
 
 
 def found(trainer, folder):
-    """What two equal runs have in common at their ends: what they trained and noted, and the checkpoints they leave."""
+    """The results that two equal runs share: their weights, logs and checkpoints."""
     weights, spread = runs.digest(trainer.model)
     log = [
         {key: one[key] for key in one if not any(word in key for word in _TIMES)} for one in trainer.state.log_history
@@ -211,7 +211,7 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
 
 
 def readers(folder, *, background):
-    """Train with somebody who reads each checkpoint as soon as it was saved: what they find.
+    """Train with a reader of each checkpoint as soon as it is saved; its findings.
 
     Args:
         folder: where it runs.

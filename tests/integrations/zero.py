@@ -1,4 +1,4 @@
-"""A training on DeepSpeed, that a test may end and resume at any step, and what it has of a state."""
+"""A training on DeepSpeed, that a test may end and resume at any step, and its state."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def guide(folder):
 
 
 def message(call, *args, **more):
-    """What a call raises: its kind, and the text."""
+    """The exception of a call: its kind, and the text."""
     try:
         call(*args, **more)
     except Exception as error:  # noqa: BLE001 - the test judges it
@@ -201,7 +201,7 @@ def message(call, *args, **more):
     raise AssertionError("nothing was raised")
 
 
-#: What makes an engine one that is refused, by what the error says.
+#: The changes that make an engine unsupported, by the text of the error.
 OTHERS = {
     "pipelines": ("pipeline_parallelism", True),
     "mixtures of experts": ("has_moe_layers", True),
@@ -218,7 +218,7 @@ OTHERS = {
 
 @contextmanager
 def changed(engine, path, value):
-    """Inside, something of an engine is another."""
+    """Inside, an attribute of an engine is replaced."""
     *owners, name = path.split(".")
     owner = reduce(getattr, owners, engine)
     known, before = hasattr(owner, name), getattr(owner, name, None)
@@ -248,7 +248,7 @@ class Note:
 
 
 def refused(folder):
-    """What is said of engines that are refused, and of tensors that do not go by elements."""
+    """The errors about unsupported engines, and about tensors that cannot be split by elements."""
     said = {}
     with door.install():
         engine = begin(2)
@@ -384,7 +384,7 @@ def partly(folder, stage):
 
 
 def theirs(folder):
-    """A checkpoint of DeepSpeed itself is loaded by it, and not replaced; where nothing is, it says so."""
+    """DeepSpeed's own checkpoint is loaded by DeepSpeed, and not replaced; without a checkpoint there is a message."""
     engine = begin(1)
     train(engine, 2)
     engine.save_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""``Manager.checkpoints()``: what is there, on which tier, and why it stays."""
+"""``Manager.checkpoints()``: the checkpoints, their tiers, and why they stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def remote(request, tmp_path):
 
 @pytest.fixture
 def run(tmp_path, remote):
-    """Steps 1 to 4, of which the directory keeps two and the remote all but the second."""
+    """Steps 1 to 4, of which the directory keeps two and the remote tier all but the second."""
     local = tmp_path / "run"
     with fastckpt.Manager(local, keep=2, remote=remote, remote_keep=[keep.Steps(1, 3), keep.Last(1)]) as manager:
         for step in range(1, 5):

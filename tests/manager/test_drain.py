@@ -1,4 +1,4 @@
-"""The drain: what it copies and when, what it holds, what becomes of failures, and how it ends."""
+"""The drain: its copies and their order, its locks, its failures, and its end."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from harness.s3 import BUCKET
 from harness.tiers import at_remote
 
 NAMES = Names("step-{step:08d}")
-#: A deadline of a test: reached only by what hangs.
+#: A deadline that only a hanging test reaches.
 LONG = 60.0
 
 
 class Copier:
-    """Stands before the copy: tells what is asked for, may hold it or have it fail."""
+    """Wraps the copy: records requests, and may hold them or make them fail."""
 
     def __init__(self, real):
         self.real = real
@@ -76,7 +76,7 @@ def copier(monkeypatch):
     monkeypatch.setattr(draining, "_MOST", 0.02)
     yield copier
     copier.gate.set()
-    # One that fails is tried for ever, and would meet the copier of the next test.
+    # A failing copy is retried forever, and would reach the next test.
     for drain in tuple(draining._running):
         drain.leave(0.0)
 
@@ -106,7 +106,7 @@ class Run:
         self.drain.wait(time.monotonic() + LONG, lambda: False)
 
     def wait_anew(self):
-        """Wait after what failed is mended: an attempt that had begun may still fail."""
+        """Wait after a repair: an attempt that had begun may still fail."""
         with contextlib.suppress(OSError):
             self.wait()
         self.wait()
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog, own):
     if own:
         run.drain.add(1)
     run.drain.resume()
-    # What an earlier run has left damaged fails no later one.
+    # A damaged checkpoint of an earlier run does not fail a later run.
     with pytest.raises(fastckpt.exceptions.CorruptCheckpointError) if own else contextlib.nullcontext():
         run.wait()
     run.wait()
@@ -372,7 +372,7 @@ def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_pa
 
 
 def test_a_look_at_a_store_misses_no_step_that_another_thread_asks_about(tmp_path, monkeypatch):
-    """As the drain does, while the listing is being made. Mutant: it is made where the others take from."""
+    """Like the drain, during a listing. Mutant: the listing is built in the shared object."""
     place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
     names = [f"step-{step:08d}" for step in (1, 2, 3)]
     for name in names:
@@ -426,7 +426,7 @@ def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):
     assert copier.asked == [1, 5, 3, 2]
     assert run.there() == [2, 3, 5]  # the retention of the remote has taken 1
     assert run.tier.place.look().pinned == {3}
-    # What an earlier run has beyond it counts for nothing.
+    # Later steps of an earlier run do not count.
     run.save(4)
     run.wait()
     assert run.there() == [2, 3, 4, 5]
@@ -446,7 +446,7 @@ def test_a_run_that_saves_faster_than_the_remote_answers_is_copied(tmp_path, cop
     monkeypatch.setattr(run.tier.place, "look", slowly)
     run.save(1)
     run.wait()
-    # Not the last one alone, after all others.
+    # Not only the last step, after all others.
     assert copier.asked[0] == 1
     assert copier.asked[-1] == 8
     assert run.there() == [8]
@@ -466,7 +466,7 @@ def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
     run.wait()
     assert run.there() == [3]
     assert not new.exists()
-    # Something newer may be another manager's.
+    # A newer checkpoint may belong to another manager.
     assert [one.checkpoint for one in fastckpt.clean(run.tier.place.path)] == ["step-00000009"]
     assert fastckpt.clean(run.local.path) == []
 
@@ -475,7 +475,7 @@ FOLDER = "0123456789abcdef"
 
 
 def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier, monkeypatch, caplog):
-    """Mutants: all below the step goes; what another process may still bring goes; what another host left stays."""
+    """Mutants: everything below the step is removed; files of another process's copy, too; another host's stay."""
     caplog.set_level(logging.INFO, "fastckpt")
     run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
     run.save(1, 2, add=False)
@@ -488,7 +488,7 @@ def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, 
     run.drain.resume()
     run.wait()
     assert run.there() == [2]
-    # The first step is of another host.
+    # Another host saved the first step.
     left = {name for name in objects.sizes() if FOLDER in name}
     kept = {f"step-0000000{step}/{FOLDER}/notes.txt" for step in (0, 1)} | {
         f"step-0000000{step}/{FOLDER}/model.safetensors" for step in (0, 9)
@@ -503,7 +503,7 @@ def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, 
 
 
 class Outage:
-    """A store that takes so many requests that change it, and then none until the end of the block: as for a kill."""
+    """A store that accepts a number of changes, and then none until the ``with`` statement ends, like for a kill."""
 
     def __init__(self, patch, request, url, most):
         self.left = most
@@ -535,7 +535,7 @@ class Outage:
 def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_killed(
     tmp_path, request, copier, store, again
 ):
-    """One checkpoint is all that the remote keeps. Mutant: the old manifest goes before the new one is there."""
+    """The remote tier keeps one checkpoint. Mutant: the old manifest is removed before the new one is there."""
     if store == "s3":
         request.getfixturevalue("s3")
     step = 1 if again else 2
@@ -559,7 +559,7 @@ def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_kille
         value = int(restored.state["w"][0])
         assert (restored.step, value) in {(1, 1), (step, 7)}
         found.add(value)
-        # The next process has it there, and nothing of the one before.
+        # The next process finds it there, and nothing of the previous one.
         following = Run(root, remote, [keep.Last(1)])
         following.drain.resume()
         following.wait()
@@ -585,7 +585,7 @@ def test_what_is_whole_in_a_store_stays_until_something_newer_is(tmp_path, copie
     run.drain.add(2)
     with pytest.raises(OSError, match="no route"):
         run.wait()
-    # It is not wanted beside the second, which is not there yet.
+    # No policy wants it beside the second, which is not there yet.
     assert copier.asked == [1, 2]
     assert run.there() == [1]
 
@@ -683,7 +683,7 @@ def test_a_forked_child_copies_nothing(tmp_path, copier):
         if pid == 0:
             with manager:
                 pass
-            # As the interpreter does it; a drain that was waited for would not end here.
+            # Like the interpreter; this would not end if it waited for the drain.
             draining._at_end()
             os._exit(manager.steps() != [1])
         end = time.monotonic() + LONG

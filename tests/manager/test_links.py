@@ -1,4 +1,4 @@
-"""A manager's saves link what has not changed since the checkpoint before."""
+"""A manager's saves link files that have not changed since the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_has_not_changed_is_linked(tmp_path, async_save):
         reports = [save(manager, step) for step in range(4)]
         assert [report.linked_files for report in reports] == [0, 0, 1, 1]
         assert reports[3].bytes == 800
-        # The bases are gone, which harms nobody.
+        # The bases are removed, which does no harm.
         check(manager, [3])
     again = fastckpt.Manager(tmp_path, async_save=async_save)
     assert again.restore().step == 3
@@ -89,7 +89,7 @@ def test_after_a_save_that_failed_all_is_written(tmp_path, caplog):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def late(call_back):
-        # `wait` must not be back before the manager knows of the failure.
+        # `wait` must not return before the manager knows of the failure.
         return lambda pending: (time.sleep(0.2), call_back(pending))
 
     with points.replaced(points.TELL_OF_END, late):

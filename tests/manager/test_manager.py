@@ -23,7 +23,7 @@ from harness.branches import take_aside
 from harness.internals import join_saves
 from harness.tiers import kept, pinned
 
-#: What Manager caches beside its checkpoints (docs/manager.md).
+#: The cache of Manager beside its checkpoints (docs/manager.md).
 CACHE = ".fastckpt-run.json"
 
 
@@ -62,7 +62,7 @@ def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
     found = again.restore()
     assert (found.step, found.state["step"], found.metrics, found.skipped) == (8, 8, {"loss": 1 / 8}, ())
     assert (found.state["model"]["w"] == 8).all()
-    # What is restored is saved.
+    # The restored state is saved.
     assert not again.should_save(8)
     assert again.should_save(9)
 
@@ -122,7 +122,7 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
 
 
 def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, recwarn):
-    """Each time the reader has chosen one, the writer has a newer one and removes that."""
+    """Each time the reader has chosen a checkpoint, the writer saves a newer one and removes the chosen one."""
     writer = fill(tmp_path, [1], keep=1)
 
     def overtaken(load):
@@ -298,7 +298,7 @@ def no_room(*_):
 
 
 def broken_writing():
-    """Inside, the writing of every snapshot fails."""
+    """Have the write of every snapshot fail."""
     return points.replaced(points.WRITE_SNAPSHOT, lambda _: no_room)
 
 
@@ -376,7 +376,7 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
     (told,) = [record.message for record in caplog.records if "did not write" in record.message]
     assert f"{', '.join(names)} are now in {left}" in told
     assert not list(tmp_path.glob("step-00000002*"))
-    # A later checkpoint of the step does not take the place of what lies there.
+    # A later checkpoint of the step does not replace the files there.
     fill(tmp_path, [1], **options)
     (path / "NOTES.txt").write_text("more")
     fill(tmp_path, [2], keep=1)
@@ -385,7 +385,7 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
 
 
 def test_what_others_put_among_the_training_groups_files_stays(tmp_path):
-    """Mutants: the directory is ours with all that is in it; it stays with the checkpoint's name."""
+    """Mutants: the directory and everything in it counts as ours; it stays under the checkpoint's name."""
     full = {"model": {"w": np.ones(9)}, "optimizer": {"m": np.ones(9)}}
     with fastckpt.Manager(tmp_path, keep=1) as manager:
         for step in (1, 2, 3):
@@ -504,7 +504,7 @@ def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
         assert (cache.read_bytes() if cache.exists() else None) == content
         assert fastckpt.Manager(tmp_path, keep=9).best("loss") == 3
         again = json.loads(cache.read_text())["checkpoints"]
-        # When the save began is measured by the manager, and read from the manifest later.
+        # The manager measures the beginning of the save, and later reads it from the manifest.
         assert all(entry.pop(3) == pytest.approx(whole["checkpoints"][name][3], abs=5) for name, entry in again.items())
         assert again == {name: [*entry[:3], *entry[4:]] for name, entry in whole["checkpoints"].items()}
 
@@ -548,7 +548,7 @@ def test_several_managers_in_one_directory_leave_the_newest(tmp_path):
             (one if step % 2 else other).save(step, state(step))
             (one if step % 2 else other).wait()
             assert other.latest() == step
-    # The other one keeps two, and removes nothing that is newer than its own.
+    # The other manager keeps two, and removes nothing newer than its own.
     assert other.steps() == [7, 8]
 
 
@@ -606,7 +606,7 @@ def test_other_names(tmp_path):
     fill(tmp_path, [5], name="gpt.{step}.ckpt")
     assert [path.name for path in tmp_path.glob("gpt*")] == ["gpt.5.ckpt"]
     assert fastckpt.Manager(tmp_path, name="gpt.{step}.ckpt").steps() == [5]
-    # Names that the format would not make are something else.
+    # Names that the format would not make are not checkpoints of the run.
     (tmp_path / "gpt.05.ckpt").mkdir()
     (tmp_path / "gpt.6.ckpt").write_text("a file")
     (tmp_path / "gpt.7.ckpt").symlink_to("gpt.5.ckpt")
@@ -615,7 +615,7 @@ def test_other_names(tmp_path):
 
 
 def test_ten_thousand_checkpoints_are_listed_without_opening_them():
-    """``steps`` opens nothing, ``latest`` what it does not know: beside a plain listing, in one run."""
+    """``steps`` opens no checkpoint, and ``latest`` only unknown ones, compared with a plain listing in one run."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         compare_listings(Path(directory))
@@ -639,7 +639,7 @@ def compare_listings(tmp_path):
 
     plain = cpu(lambda: [(path.name, path.is_dir()) for path in tmp_path.iterdir()])
     assert cpu(manager.steps) < plain, plain
-    # What each says of itself is asked for by two calls of stat, and one of them is opened.
+    # The facts of each need two calls of stat, and one of them is opened.
     assert cpu(manager.latest) < 6 * plain, plain
 
 
@@ -680,7 +680,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
     assert len(swept) == 3
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
     assert not list(tmp_path.glob(".*.new"))
-    # Nothing goes round for ever where the file can have no name.
+    # There is no endless loop if the file cannot get its name.
     (tmp_path / "latest").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.glob(".*.new")])
     with pytest.raises(FileNotFoundError):
@@ -754,7 +754,7 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):
-    """Keys that are missing are an error, and no fresh weights."""
+    """Missing keys are an error, and do not give fresh weights."""
     torch = pytest.importorskip("torch")
     model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 4), "adapter": torch.nn.Linear(4, 2)})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

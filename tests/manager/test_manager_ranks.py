@@ -20,9 +20,9 @@ import fastckpt
 from fastckpt import distributed, when
 from harness import groups, parallel, points
 
-#: Long, for machines that are busy; and short, where a rank is to be missed.
+#: A long timeout, for busy machines, and a short one, to miss a rank.
 TIMEOUT, SHORT = 60.0, 3.0
-#: All ranks, which wait so long.
+#: All ranks, with the long timeout.
 RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 
@@ -34,7 +34,7 @@ def four(forge):
 
 
 def state(step):
-    """A tensor that all ranks have parts of, and a value that they share."""
+    """A tensor of which all ranks have parts, and a common value."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"w": parallel.distributed(torch.full((64, 1000), float(step)), mesh, [Shard(0)]), "step": step}
 
@@ -54,7 +54,7 @@ def test_saves_of_ranks_overlap(four, tmp_path):
 
 
 def train(out, steps, options):
-    """Train from where the run is; what this rank saw."""
+    """Train on from the run's last step; returns this rank's record."""
     removed = []
 
     def counting(remove):
@@ -77,7 +77,7 @@ def train(out, steps, options):
 
 
 def go_back(out):
-    """Save three steps, go back to the second, and save another one; what this rank restores then."""
+    """Save three steps, go back to the second, and save another one; returns this rank's restore after that."""
     fill(out, 1000, 2000, 3000)
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         manager.restore(into=state(0), step=2000)
@@ -89,7 +89,7 @@ def go_back(out):
 
 
 def begin_anew(out):
-    """Restore where a run was; the error, and what a new beginning is."""
+    """Restore after a run; returns the error, and the result of a new beginning."""
     manager = fastckpt.Manager(out, ranks=RANKS, name="other-{step}")
     try:
         manager.restore(into=state(0))
@@ -106,7 +106,7 @@ def test_ranks_follow_the_branch_that_saved_last(four, tmp_path):
 
 
 def stand_still(out, stale, options):
-    """Save three steps, the last two with the same weights; what this rank hears after each, and the shares."""
+    """Save three steps, the last two with the same weights; returns this rank's warnings after each, and the shares."""
     heard = []
     with fastckpt.Manager(out, ranks=RANKS, stale=stale, **options) as manager:
         for step in (1, 2, 3):
@@ -123,7 +123,7 @@ def stand_still(out, stale, options):
                 heard.append(str(error))
             dist.barrier()
             if dist.get_rank() == 0:
-                # Nothing of what was saved is read again.
+                # None of the saved files is read again.
                 for shard in out.glob(f"step-*{step}/**/*.safetensors"):
                     shard.write_bytes(b"")
             dist.barrier()
@@ -153,7 +153,7 @@ def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
     first = four.run(train, tmp_path / "run", 35, options)
     second = four.run(train, tmp_path / "run", 10, options)
     for rank in range(4):
-        # The first rank removes, and no other one.
+        # Only rank 0 removes.
         assert first[rank] == (None, [10, 20, 30], int(rank == 0), [20, 30], 30, 30)
         own = (30, 30, 30.0, {"rank": rank})
         assert second[rank] == (own, [40], int(rank == 0), [30, 40], 40, 40)
@@ -163,14 +163,14 @@ def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
 
 
 class Odd:
-    """A policy of the caller's, which only the first rank's knows when to save."""
+    """A caller's policy that decides only on rank 0."""
 
     def due(self, moment):
         return dist.get_rank() == 0 and moment.step % 7 == 3
 
 
 def save_some(out, policy, count):
-    """Save that often, whatever steps these are."""
+    """Save that many times, at any steps."""
     policies = {
         "time": lambda: when.Every(time=0.1),
         "auto": lambda: when.Auto("1s", overhead=0.9),
@@ -244,7 +244,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
 
 
 def leave_out(out):
-    """Other calls between what all agree on and its save, and a save that all leave out while one is in flight."""
+    """Other calls between an agreement and its save, and a save that all skip while one is in flight."""
     slow = {"io": fastckpt.IO(bandwidth_limit="1MB")}
     with fastckpt.Manager(out, ranks=RANKS, save_options=slow) as manager:
         assert manager.should_save(1)
@@ -262,7 +262,7 @@ def test_what_all_ranks_leave_out_costs_them_nothing_else(four, tmp_path):
 
 
 def miss(out, late, where):
-    """One rank fails between the agreement and the save; what this rank saw, and the steps that were saved."""
+    """One rank fails between the agreement and the save; returns this rank's record, and the saved steps."""
     mine, told = dist.get_rank() == 2 - late, []
     last = 2 if late else 1
 
@@ -296,7 +296,7 @@ def noted(told):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", ["save", "outside", "goes on"])
 def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(forge, tmp_path, late, where):
-    """Its arguments are bad, or the program fails or goes on; it may be the first save, before which nobody knows the
+    """Its arguments are bad, or the program fails or goes on; it may be the first save, before which no rank knows the
     others."""
     with forge.group(3) as group:
         found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
@@ -332,7 +332,7 @@ def restore(out):
 
 @pytest.mark.parametrize("default", [True, False])
 def test_one_rank_goes_on_where_several_have_saved(forge, tmp_path, default):
-    """A group of one is a group: what it restores into may be DTensors, and so may what it saves."""
+    """A group of one is a group: it may save DTensors and restore into DTensors."""
     with forge.group(2) as group:
         group.run(fill, tmp_path / "run", 1)
     if default:
@@ -353,7 +353,7 @@ def go_on(out, mesh=None):
         least, most = (float(bound()) for bound in (into["w"].to_local().min, into["w"].to_local().max))
         assert manager.save(2, into)
         with manager.steady(3, into):
-            # From the handler: one process needs nobody for it.
+            # From the handler: a single process needs no other.
             signal.raise_signal(signal.SIGUSR1)
             steps = manager.steps()
         return found.step, least, most, steps
@@ -376,12 +376,12 @@ def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank):
     with pytest.warns(RuntimeWarning, match="rank 0: .*step-00000002 cannot be loaded") as caught:
         found = four.run(restore, tmp_path / "run", strike=strike, timeout=2 * TIMEOUT)
     assert found == [(1, [2], 1.0)] * 4
-    # The first rank warns for all.
+    # Rank 0 warns for all.
     assert len(caught) == 1
 
 
 def restore_less(out):
-    """Restore into more than an older checkpoint has."""
+    """Restore into a state with more tensors than an older checkpoint."""
     into = {"a": torch.zeros(100), "b": torch.zeros(3_000_000)}
     with fastckpt.Manager(out, ranks=RANKS, read_only=True) as manager:
         found = manager.restore(into=into, strict=False)
@@ -389,7 +389,7 @@ def restore_less(out):
 
 
 def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace_on_any_rank(four, tmp_path):
-    # Blocks of the other tensor are whole, and would be there before the damage is found.
+    # Blocks of the other tensor are undamaged, and would be loaded before the damage is found.
     ones, twos, many = torch.full((100,), 1.0), torch.full((100,), 2.0), torch.full((3_000_000,), 2.0)
     with fastckpt.Manager(tmp_path) as manager:
         manager.save(1, {"a": ones})
@@ -463,7 +463,7 @@ def test_ranks_that_differ_are_told(four, tmp_path, what, text):
 
 
 def evaluate(out):
-    """Each rank evaluates for itself: its loss and how long it takes are its own."""
+    """Each rank evaluates for itself: losses and durations differ."""
     rank = dist.get_rank()
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         for step in (1, 2):
@@ -490,7 +490,7 @@ def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):
 
 
 def act_alone(out):
-    """One rank saves and restores by itself, while the others are elsewhere."""
+    """One rank saves and restores alone, while the others do something else."""
     with fastckpt.Manager(out, ranks="alone") as manager:
         manager.save(1, {"rank": dist.get_rank()})
         manager.wait()
@@ -553,13 +553,13 @@ def step_on(out, raises):
                 groups.report("ready")
                 if raises and dist.get_rank() == 1:
                     raise ValueError("out of memory")
-                # Here the others would wait for that rank; torch's own wait is not what is tested.
+                # Without torch's own wait for that rank, which is not tested here.
                 dist.barrier = lambda: None
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
-    """Who has left its block says so; who was stopped is named after the timeout."""
+    """A rank that has left its ``with`` statement reports it; a stopped rank is named after the timeout."""
     with forge.group(3) as group:
         group.start(step_on, tmp_path / "run", raises)
         for rank in range(3):
@@ -574,7 +574,7 @@ def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
 
 
 def fork(out):
-    """A child of a rank asks nobody and saves nothing."""
+    """A child of a rank asks no rank and saves nothing."""
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         child = os.fork()
         if child == 0:

@@ -1,5 +1,5 @@
-"""Parts of a manager, by a clock of their own: what saves of lost machines left in a run, policies with
-their reasons, the times of steps, what has changed, what ranks say of a failed load, and when they ask each other.
+"""Parts of a manager, with a simulated clock: leftovers of lost machines in a run, policies with
+their reasons, the times of steps, changes, answers of ranks about a failed load, and when ranks ask each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastckpt.exceptions import RanksError
 from fastckpt.keep import Saved
 
 STATE = {"w": np.arange(1000.0)}
-#: Of a machine that nothing here can ask.
+#: The suffix of a machine that cannot be asked from here.
 ELSEWHERE = "node7-0000000000000001-1-1-1"
 
 
@@ -58,7 +58,7 @@ class Clock:
 
 @pytest.fixture
 def watched(tmp_path):
-    """A run, what watches its leftovers, and the clock that it goes by."""
+    """A run, the watcher of its leftovers, and its clock."""
     clock = Clock()
     return tmp_path, Leftovers(Directory(str(tmp_path), Names("step-{step:08d}")), clock), clock
 
@@ -90,7 +90,7 @@ def test_a_save_removes_what_has_stood_still(tmp_path, async_save):
         manager.save(3, STATE)
         manager.wait()
         assert path.exists()
-        # As seen by the manager: however old its files say that they are.
+        # By the manager's clock, regardless of the times of its files.
         clock.now += 1e6
         manager.save(4, STATE)
         manager.wait()
@@ -99,7 +99,7 @@ def test_a_save_removes_what_has_stood_still(tmp_path, async_save):
 
 
 def test_what_changes_is_watched_anew(watched):
-    """Mutants: only the directory is looked at, or only its names; the first look counts for ever."""
+    """Mutants: only the directory is checked, or only its names; the first look counts forever."""
     run, leftovers, clock = watched
     path = leave(run)
     leftovers.begin()
@@ -128,7 +128,7 @@ def test_age_counts_for_nothing(watched):
 
 
 def test_what_an_old_checkpoint_is_put_back_by_stays(watched):
-    """Without its workspace nothing would say that the old one has to come back."""
+    """Only its workspace shows that the old checkpoint has to come back."""
     run, leftovers, clock = watched
     fastckpt.save(STATE, run / "step-00000001")
     path = leave(run)
@@ -137,7 +137,7 @@ def test_what_an_old_checkpoint_is_put_back_by_stays(watched):
     clock.now += 2 * UNCHANGED
     leftovers.clear()
     assert path.exists()
-    # As long as the one that was lost may live, it is read where it is.
+    # As long as the lost machine may live, the checkpoint is read in place.
     assert (fastckpt.load(run / "step-00000001")["w"] == STATE["w"]).all()
 
 
@@ -200,7 +200,7 @@ def test_the_newest_stays_whatever_policies_say():
 
 
 def test_one_by_one_or_all_at_once_the_same_stay():
-    """What ``Every`` keeps does not depend on what has been removed before, whatever the times."""
+    """The checkpoints that ``Every`` keeps do not depend on earlier removals, at any times."""
     seed = random.Random(3)
     for _ in range(200):
         times = sorted(seed.uniform(0, 1000) for _ in range(30))
@@ -227,7 +227,7 @@ class Training:
         self.saved = []
 
     def run(self, seconds):
-        """Train; the seconds between the begins of saves are in ``gaps``."""
+        """Train; the seconds between the starts of saves are in ``gaps``."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.step += 1
@@ -268,7 +268,7 @@ def test_every_steps_also_in_larger_strides():
 def test_every_time_and_continuously():
     training = Training(when.Every(time="30s"))
     training.run(300)
-    assert set(training.gaps) == {30.5}  # whole steps, and the stall
+    assert set(training.gaps) == {30.5}  # 30 steps of 1 s, one stall
     training = Training(when.Continuously())
     training.run(100)
     assert all(4.0 <= gap <= 5.5 for gap in training.gaps)
@@ -290,7 +290,7 @@ def test_auto_takes_the_optimum_of_what_was_measured(caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
         training = Training(when.Auto(mttf="2h", overhead=0.05), step=1.0, stall=2.0, durable=10.0)
         training.run(4000)
-    # The second step is saved to measure; then the optimum, to the step.
+    # The second step is saved to measure; then the interval is optimal, to the step.
     assert training.saved[0][0] == 2
     best = best_interval(2.0, 7200.0)
     assert best > 2.0 / 0.05
@@ -336,7 +336,7 @@ def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
     alone.run(4000)
     slowed.run(4000)
     assert alone.timing.cost == pytest.approx(0.5)
-    # A fifth of the time in which the save is written is lost.
+    # A fifth of the time of the write is lost.
     assert slowed.timing.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
     assert slowed.gaps[-1] > 3 * alone.gaps[-1]
 
@@ -366,7 +366,7 @@ def test_an_endless_grace_period_is_no_limit():
 
 
 class Ranks:
-    """One of many ranks that ask what became of a load, in groups of 32 as a tree has them; what each had said."""
+    """Many ranks that ask for the outcome of a load, in groups of 32 like in a tree, and what each had reported."""
 
     host = "node"
 
@@ -411,7 +411,7 @@ def test_what_a_thousand_ranks_could_not_load_travels_as_the_first_failures_and_
     assert Ranks([None] * 40).ask() is None
 
 
-#: Boundaries after which ranks that have not heard of a call will not.
+#: Boundaries after which ranks will not hear of a call any more.
 LONGEST = 50_000
 
 
@@ -432,7 +432,7 @@ class Crowd:
             return list(pool.map(function, range(len(self.ranks))))
 
     def until_asked(self, rank):
-        """How many boundaries a rank comes to until it asks at one."""
+        """How many boundaries a rank reaches until it asks at one."""
         for at in range(1, LONGEST):
             if self.ranks[rank].reach(passes=True):
                 return at
@@ -465,11 +465,11 @@ def crowd(monkeypatch):
 
 @pytest.mark.parametrize("calls", [{3: 1}, {0: 40}, dict.fromkeys(range(7), 5), {2: 1, 5: 300}])
 def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls):
-    """Mutants: the last boundary reached; nobody stays at one while they agree; one that stays there passes it."""
+    """Mutants: the last boundary reached; no rank stays at one during the agreement; one that stays passes it."""
     draw = [random.Random(rank) for rank in range(7)]
 
     def train(rank):
-        """The boundaries at which this rank asks for a call, until it has heard of all."""
+        """The boundaries at which this rank asks for a call, until it has heard of all calls."""
         asked, at = [], 0
         while (not asked or at <= max(calls.values())) and at < LONGEST:
             at += 1
@@ -493,7 +493,7 @@ def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls)
 
 
 def test_what_was_told_is_not_told_again_before_it_is_answered(crowd):
-    """Mutant: each call tells all that is pending."""
+    """Mutant: each call reports all pending signals."""
     crowd.signals[2], crowd.came[2] = (10,), 1
     assert crowd.each(crowd.until_called) == [(10,)] * 7
     crowd.signals[5], crowd.came[5] = (12,), 1
@@ -505,8 +505,8 @@ def test_what_was_told_is_not_told_again_before_it_is_answered(crowd):
 
 
 def test_signals_that_a_call_has_told_need_no_question(tmp_path):
-    """Mutants: the signals are taken where some ranks may not know of the call; they are taken twice; one that has come
-    since is forgotten.
+    """Mutants: the signals are taken while some ranks may not know of the call; they are taken twice; a later one
+    is forgotten.
     """
     ranks = crew.Crew("alone", str(tmp_path))
     ranks._summons = SimpleNamespace(reach=lambda **_: Called((10,), None), urge=lambda: urged.append(12))
@@ -516,7 +516,7 @@ def test_signals_that_a_call_has_told_need_no_question(tmp_path):
     for pending, expected in ([10], []), ([10, 12], [12]):
         ranks._skip, signals._pending[:] = 3, pending
         assert not ranks.passes(needed=False)
-        # A question would look whether a policy wants the step.
+        # A question would check whether a policy wants the step.
         agreed = boundary.ask("should_save", 5, None, 0.0)
         assert (agreed.signals, agreed.due, signals.called, urged) == ((10,), True, True, expected)
         assert (ranks.take_call(), ranks._skip) == (None, 0)
@@ -532,7 +532,7 @@ def test_a_rank_may_have_all_ask_soon(crowd):
 
 
 def test_a_rank_that_ends_is_named_at_the_next_boundary(crowd):
-    """Mutant: the thread ends without a word."""
+    """Mutant: the thread ends silently."""
 
     def train(rank):
         if rank == 4:

@@ -1,4 +1,4 @@
-"""Where a run was, nobody begins anew by accident."""
+"""In the directory of a run, no program begins anew by accident."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.tiers import kept
 
 
 def begin(directory, text, kind=fastckpt.CheckpointError, **options):
-    """A restore is an error that says ``text``, unless it is told to begin anew."""
+    """A restore raises an error with ``text``, unless it is told to begin anew."""
     for read_only in (False, True):
         manager = fastckpt.Manager(directory, read_only=read_only, **options)
         with pytest.raises(kind, match=text) as raised:
@@ -31,7 +31,7 @@ def test_nothing_is_a_new_beginning(tmp_path):
     for directory in (tmp_path / "none", tmp_path / "run"):
         for remote in (None, tmp_path / "far", f"memory://{tmp_path.name}/nothing"):
             assert fastckpt.Manager(directory, remote=remote).restore() is None
-    # A first save that was killed left its workspace, and whoever asked for the best one wrote the cache.
+    # A killed first save left its workspace, and a query for the best step wrote the cache.
     (tmp_path / "run" / ".step-00000001.tmp-node-0123456789abcdef-1-2-3-01234567").mkdir()
     fastckpt.Manager(tmp_path / "run", keep=keep.Best(1, "loss")).best()
     assert fastckpt.Manager(tmp_path / "run").restore() is None
@@ -76,7 +76,7 @@ def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
 
 @pytest.mark.parametrize("name", ["step-{step:08d}", "ckpt-{step}"])
 def test_other_names_in_a_store_hide_no_earlier_run(tmp_path, name):
-    """Mutant: only the last names with a number are looked at."""
+    """Mutant: only the last names with a number are checked."""
     url = f"memory://{tmp_path.name}/hidden"
     save(tmp_path / "one", [1000], remote=url, name=name)
     store = s3.objects(url)

@@ -1,4 +1,4 @@
-"""``fastckpt.keep`` and ``fastckpt.when``: what each policy says, alone and with others."""
+"""``fastckpt.keep`` and ``fastckpt.when``: the decisions of policies, alone and together."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
     saved = run(range(0, 1000, 100))
     assert keep.Younger("150s").kept(saved, now) >= {700, 800, 900}
     assert keep.Younger("150s").kept([], now) == set()
-    # Of a host whose clock is ahead, and saved before.
+    # Saved earlier, by a host whose clock is ahead.
     ahead = dataclasses.replace(saved[5], created=24 * 60 * MINUTE)
     assert keep.Younger("150s").kept([*saved[:5], ahead, *saved[6:]], now) >= {500, 700, 800, 900}
     if now >= 9 * MINUTE:
@@ -60,7 +60,7 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
 
 
 def test_a_host_whose_clock_is_ahead_does_not_make_the_one_before_its_first_too_old():
-    """It saves the newest one, and removes by its own clock."""
+    """The host that saves the newest one also removes, by its own clock."""
     day = 24 * 60 * MINUTE
     saved = [Saved(1, 0.0), Saved(2, 5 * MINUTE), Saved(3, day + 10 * MINUTE)]
     assert keep.Younger("2h").kept(saved, day + 10 * MINUTE) == {2, 3}

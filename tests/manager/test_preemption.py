@@ -20,7 +20,7 @@ import fastckpt
 from harness import points
 
 DEADLINE = 60
-#: The options of a save that takes longer than any test waits.
+#: The options of a save that outlasts every test.
 SLOW = {"io": fastckpt.IO(bandwidth_limit="20kB")}
 
 PROGRAM = """
@@ -132,7 +132,7 @@ def test_without_exit_the_loop_ends_by_itself(start, tmp_path):
 
 
 def test_during_an_evaluation_it_is_saved_at_once(start, tmp_path):
-    """The loop never comes to another step boundary."""
+    """The loop never reaches another step boundary."""
     code, _, err = start("evaluate").end(signal.SIGTERM)
     assert (code, err) == (128 + signal.SIGTERM, "")
     assert whole(tmp_path) == 3
@@ -161,7 +161,7 @@ def test_a_forked_child_saves_nothing_and_dies_of_what_ends_processes(start, tmp
         before = set((tmp_path / "run").iterdir())
         os.kill(child, signal.SIGUSR1)
         deadline = time.monotonic() + DEADLINE
-        # A notice does not end it: the kernel shows when the signal has been taken.
+        # A notice does not end the process: the kernel shows when the signal was delivered.
         status = Path(f"/proc/{child}/status")
         while any(int(line.split()[1], 16) for line in status.read_text().splitlines() if "Pnd" in line.split(":")[0]):
             assert time.monotonic() < deadline
@@ -198,7 +198,7 @@ def raise_signal(number):
 
 
 def test_a_notice_has_the_step_saved_once_for_each_of_its_news(tmp_path):
-    """Mutants: it is asked twice at a step; what it has said before is news."""
+    """Mutants: it is asked twice at a step; its earlier answer counts as news."""
     said, asked, saved = {3: "a", 4: "a", 6: "b", 7: "a", 8: None}, [], []
 
     def ask():
@@ -248,7 +248,7 @@ def test_several_signals_are_answered_by_one_save_and_each_passed_on(manager):
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
         raise_signal(number)
     assert manager.should_save(7)
-    # A loop that ends for it must not end before it has saved.
+    # A loop that ends because of the signal must not end before its save.
     assert manager.preempted is None
     assert manager.save(7, {"a": 7})
     assert manager.preempted == signal.SIGUSR1
@@ -327,7 +327,7 @@ def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
             other.wait()
         sender.join()
         assert "was not durable in time" in caplog.text
-        # The wait is in no place where the program may end.
+        # The wait is not at a place where the program may end.
         assert manager.told == []
         assert not other.should_save(2)
         assert manager.told == [(signal.SIGUSR1, None)]
@@ -461,8 +461,8 @@ def test_signals_are_taken_in_the_main_thread(tmp_path):
 
 
 def test_a_handler_that_runs_while_the_facts_are_read_waits_for_no_save_that_waits_for_them(tmp_path):
-    """Two threads for the main one, which reads and answers a signal, and for that of a save that ends. Mutant: a save
-    holds its own lock when it notes its facts."""
+    """Two threads stand for the main thread, which reads and answers a signal, and for that of a save that ends.
+    Mutant: a save holds its own lock when it notes its facts."""
     manager = fastckpt.Manager(tmp_path)
     manager.save(1, {"a": np.zeros(10)})
     report, after, catalogue = manager.wait(), manager._after_save, manager._local.catalogue

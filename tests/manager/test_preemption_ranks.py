@@ -13,9 +13,9 @@ import fastckpt
 from fastckpt import distributed, when
 from harness import groups, points
 
-#: Long, for machines that are busy.
+#: A long timeout, for busy machines.
 TIMEOUT = 60.0
-#: All ranks, which wait so long.
+#: All ranks, with the long timeout.
 RANKS = distributed.Ranks(timeout=TIMEOUT)
 #: Elements of a state that takes 0.4 s at 2 MB/s, and 40 s at 20 kB/s.
 LARGE = 200_000
@@ -34,10 +34,10 @@ def state(step, size=1000):
 
 
 def train(out, how):
-    """Train until the manager says that the run is over; what this rank saw.
+    """Train until the manager ends the run; returns this rank's record.
 
     Args:
-        out: the run.
+        out: the directory of the run.
         how: ``exit``, ``handlers`` and ``calls`` (the signals that this rank sends itself, by step).
     """
     rank = dist.get_rank()
@@ -84,10 +84,10 @@ def test_a_signal_on_one_rank_ends_all_at_the_same_step(four, tmp_path, rank, sk
 
 
 def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
-    """One has another signal, one has it later; all pass on what any had. They ask once: nobody has saved that step."""
+    """One has another signal, one has it later; all answer all signals. They ask once: no rank has saved that step."""
     calls = {(1, 5): [signal.SIGUSR2], (3, 5): [signal.SIGUSR2, signal.SIGUSR1], (2, 6): [signal.SIGUSR1]}
     seen = four.run(train, tmp_path / "run", {"handlers": True, "calls": calls}, timeout=2 * TIMEOUT)
-    # At the boundary behind the last one that a rank had reached when it heard.
+    # At the boundary after the last one that a rank had reached when it heard.
     step = seen[0][1]
     assert step >= 5
     assert seen == [(signal.SIGUSR2, step, [signal.SIGUSR2], [2, step], ["steady: signal"])] * 4
@@ -97,7 +97,7 @@ def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
 
 
 def notices(out):
-    """Train with a notice that is a barrier, as Ray's, and that has news twice; the steps that were saved."""
+    """Train with a notice that is a barrier, like Ray's, and that has news twice; returns the saved steps."""
     asked, saved = [], {}
 
     def ask():
@@ -118,7 +118,7 @@ def test_a_notice_has_the_same_step_saved_on_all_ranks(four, tmp_path):
 
 
 def hold(out, where, grace):
-    """A signal comes to one rank in a stretch of another kind; what this rank saw."""
+    """A signal comes to one rank in a steady stretch or another one; returns this rank's record."""
     mine = dist.get_rank() == 2
     # Slow enough to be in flight, or not to be durable in time.
     options = {"io": fastckpt.IO(bandwidth_limit="20kB" if grace else "2MB")}
@@ -148,7 +148,7 @@ def hold(out, where, grace):
 
 @pytest.mark.parametrize("where", ["steady", "flight", "end"])
 def test_a_signal_beside_the_boundaries(four, tmp_path, where):
-    """Within a steady stretch, while a save is in flight, behind the last boundary: all pass it on once."""
+    """Within a steady stretch, during a save, or after the last boundary: all pass it on once."""
     seen = four.run(hold, tmp_path / "run", where, None, timeout=2 * TIMEOUT)
     assert seen == [([(signal.SIGUSR1, [1])], signal.SIGUSR1)] * 4
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
 
 
 def hold_two(out):
-    """A signal comes while two saves of 40 s each are in flight: whether it was answered in time, and what is there."""
+    """A signal comes while two saves of 40 s each are in flight; whether it was answered in time, and the steps."""
     options = {"io": fastckpt.IO(bandwidth_limit="20kB", max_in_flight=2)}
     with fastckpt.Manager(out, ranks=RANKS, save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
@@ -175,13 +175,13 @@ def hold_two(out):
 
 
 def test_all_that_is_in_flight_is_given_up_in_time(four, tmp_path):
-    """Of ranks, one save is written after the other: the second cannot end before the first."""
+    """Ranks write their saves in sequence: the second cannot end before the first."""
     assert four.run(hold_two, tmp_path / "run", timeout=2 * TIMEOUT) == [(True, [])] * 4
     assert hold_two(tmp_path / "alone") == (True, [])
 
 
 def signal_late(out):
-    """A signal comes when all ranks have told each other that they end; what this rank was told."""
+    """A signal comes after all ranks have agreed to end; returns this rank's outcome."""
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
 

@@ -1,4 +1,4 @@
-"""The stale alarm: a step on which no weight or no moment of the optimizer has changed is not a success in silence."""
+"""The stale alarm: a save in which no weight or no moment of the optimizer has changed gives a warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(directory, *states, **options):
 def test_a_group_that_does_not_change_is_told_with_its_names(tmp_path, caplog, options, what, name):
     with caplog.at_level(logging.WARNING, "fastckpt"):
         assert run(tmp_path, state(1), state(2), **options).warnings == ()
-        # Also across a restart.
+        # Even across a restart.
         report = run(tmp_path, state(3, **{what: False}), state(4, **{what: False}), **options)
         last = run(tmp_path, state(5, **{what: False}), **options)
     told = [record.message for record in caplog.records if "has changed" in record.message]
@@ -56,7 +56,7 @@ def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
 
 @pytest.mark.parametrize("moment", ["adam.m", "AdamW.0.m", "muon.m", "state.0.exp_avg", "inner.w.momentum_buffer"])
 def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_path, moment):
-    """The model has no group of its own. Mutants: such moments are no moments; they count as weights."""
+    """The model has no group of its own. Mutants: such names are ignored; they count as weights."""
 
     def one(weight, number):
         return {"policy": {"w": full(weight)}, "others": {moment: full(number)}}
@@ -68,7 +68,7 @@ def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_pa
 
 
 def test_a_model_that_is_not_trained_raises_no_alarm(tmp_path):
-    """Its adapter is, beside it or in it; or it is declared frozen, and what is trained has some other name."""
+    """Its adapter is trained, beside it or in it; or the model is frozen, and the trained tensors have other names."""
 
     def one(number, name):
         trained = {name: {"a": full(number)}, "optimizer": {"exp_avg": full(number)}}
@@ -112,6 +112,6 @@ def test_the_share_that_changed_is_recorded(tmp_path):
         assert shares[0] == {}
         assert shares[1:3] == [{"model": 0.25, "optimizer": 1.0}] * 2
     with fastckpt.open(manager.path(4)) as checkpoint:
-        # Of the save before: its own is known when its manifest is written.
+        # The shares of the previous save: its own are known only after its manifest is written.
         noted = checkpoint.metadata["lineage"]
         assert (noted["changed_of"], noted["changed"]) == (3, {"model": 0.25, "optimizer": 1.0})

@@ -1,4 +1,4 @@
-"""``Manager(local, remote=...)``: two tiers, what is kept on each, and how a run comes back from both."""
+"""``Manager(local, remote=...)``: two tiers, the checkpoints kept on each, and restores from both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastckpt import keep
 from harness import limits, manifest, points, zygote
 from harness.tiers import at_remote, kept
 
-#: A deadline of a test: reached only by what hangs.
+#: A deadline that only a hanging test reaches.
 LONG = 60.0
 
 
@@ -160,7 +160,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, number, caplog):
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
     assert "loading from" in caplog.text
-    # What the next save would take as its base is not here.
+    # The base of the next save is not here.
     manager.save(3, state(3), {"loss": 0})
     manager.wait()
     assert at_remote(manager) == [1, 2, 3]
@@ -191,7 +191,7 @@ def test_a_checkpoint_comes_back_if_each_file_is_good_somewhere(local, tmp_path)
         found = fastckpt.Manager(local, remote=remote).restore()
     assert is_of(found, 2)
     assert fastckpt.verify(local / "step-00000002").ok
-    # One file that is good nowhere: the step before.
+    # One file is damaged on both tiers: the previous step is restored.
     damage(shards(local / "step-00000002")[1])
     with pytest.warns(RuntimeWarning) as told:
         found = fastckpt.Manager(local, remote=remote).restore()
@@ -209,7 +209,7 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
         found = fastckpt.Manager(local, remote=remote, read_only=read_only).restore()
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
-    # What is left of it stays.
+    # Its remaining files stay.
     assert len(shards(local / "step-00000002")) == 3
 
 
@@ -266,7 +266,7 @@ def test_nothing_anywhere_is_a_new_beginning(local, remote, quiet):
 
 
 class Gate:
-    """Copies wait in front of it."""
+    """A gate before which copies wait."""
 
     def __init__(self, copy):
         self.open = threading.Event()
@@ -285,7 +285,7 @@ class Gate:
 
 @pytest.fixture
 def gate():
-    """One before all copies from here to the remote."""
+    """A gate before all copies from here to the remote tier."""
     made = []
     with points.replaced(points.DRAIN, lambda copy: made.append(Gate(copy)) or made[0]):
         yield made[0]
@@ -328,7 +328,7 @@ def test_a_pin_holds_on_both_tiers(local, remote):
         with pytest.raises(FileNotFoundError):
             manager.pin(1)
     shutil.rmtree(local)
-    # What only the remote has can be pinned as well.
+    # A checkpoint that only the remote tier has can also be pinned.
     with fastckpt.Manager(local, remote=remote, remote_keep=1, **OPTIONS) as manager:
         manager.pin(4)
         manager.save(5, state(5))
@@ -499,7 +499,7 @@ def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
     limits.lower(monkeypatch, "seconds before a copy is tried again", 0.01)
     remote = "s3://bucket/runs/gpt"
     fill(local, remote, [1, 2, 3], remote_keep=2)
-    # The store has compared what it was sent.
+    # The store has verified the received bytes.
     sent = {path: headers for method, path, headers in s3.requests if method == "PUT"}
     folder = manifest.own_checksum(local / "step-00000003")
     for shard in shards(local / "step-00000003"):

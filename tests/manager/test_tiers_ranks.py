@@ -1,4 +1,4 @@
-"""``Manager(local, remote=...)`` over a process group: each node brings a share, and all ranks restore the same."""
+"""``Manager(local, remote=...)`` over a process group: each node fetches a share, and all ranks restore the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness import groups, points
 from harness.tiers import at_remote
 
 TIMEOUT = 60.0
-#: All ranks, which wait so long.
+#: All ranks, with the long timeout.
 RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 
@@ -35,7 +35,7 @@ def state(step):
 
 
 def train(root, steps, options):
-    """Train from where the run is; what this rank restored, copied, and saw at the end."""
+    """Train on from the run's last step; returns this rank's restore, its copies, and its record at the end."""
     shares = []
 
     def noting(copy):
@@ -75,7 +75,7 @@ def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
     shutil.rmtree(tmp_path / "local")
     second = four.run(train, tmp_path, 1, {"keep": 1, "remote_keep": 2})
     assert [(here, steps, there) for here, _, steps, there, _ in second] == [((3, 3, 6), [4], [3, 4])] * 4
-    # One file is damaged here, and another one there.
+    # One file is damaged on one tier, and another on the other.
     for place, index in (("local", 0), ("remote", 1)):
         file = sorted((tmp_path / place / "step-00000004").rglob("*.safetensors"))[index]
         content = bytearray(file.read_bytes())
@@ -108,7 +108,7 @@ def hung_up(*_arguments, **_options):
 
 
 def fetch_on_nodes(root, broken):
-    """Restore what is at the remote alone; the shares that this process has fetched, their bytes, and what it found."""
+    """Restore from the remote tier alone; returns this process's fetched shares, their bytes, and the state."""
     socket.gethostname = lambda: f"node{dist.get_rank() // 2}"
     shares = []
 
@@ -190,7 +190,7 @@ def test_ranks_with_other_remotes_are_refused(four, tmp_path):
 
 
 def go_back(root, ahead, discard):
-    """Save with clocks ahead, go back by others on nodes with an empty disk, and save; what a third node restores."""
+    """Save with clocks ahead, go back on other nodes with an empty disk, and save; returns a third node's restore."""
     options = {"remote": root / "remote", "ranks": RANKS}
     real = time.time_ns
 

@@ -1,4 +1,4 @@
-"""Which ranks write an extent, on a file system that locks extents for writers, as those that machines share do."""
+"""Which ranks write an extent, on a file system that locks extents for writers, like those that machines share."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_an_extent_changes_its_owner_only_between_pieces_in_place(lasting, tmp_p
     alone = (tmp_path / "alone" / name).read_bytes()
     extents = -(-len(alone) // EXTENT)
     for aggregate in ("off", str(RANKS), "auto"):
-        # Counted, and not measured: a grant takes no time.
+        # Counted, not measured: a grant takes no time.
         with mounts.extent_locks(extent=EXTENT, grant=0.0) as (point, counted), lasting(RANKS) as group:
             told = group.run(_save, point / "c", aggregate)
             grants, seen, writes = counted()[name]
             assert (point / "c" / name).read_bytes() == alone, "the bytes of a save by one process"
         assert seen == extents
         if aggregate == "off":
-            # Each rank has pieces in each extent, but perhaps in the last one. How often it comes back is of luck.
+            # Each rank has pieces in each extent, except perhaps in the last. How often it comes back is chance.
             assert grants >= RANKS * (extents - 1)
             assert writes >= 100 * RANKS
             continue

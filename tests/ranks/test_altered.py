@@ -16,7 +16,7 @@ from fastckpt.dcp import Reader, Writer
 from harness import altered
 from harness.parallel import dist, torch
 
-#: Columns: most pages of the file have bytes of all ranks, and so have most blocks that are read.
+#: Columns: most pages of the file, and most blocks that are read, have bytes of all ranks.
 SHAPES = {"a": (301, 1200), "b": (3, 40), "c": (5000, 90)}
 
 
@@ -46,7 +46,7 @@ def call(how, path, number):
 
 
 def under(how, path, number, rank, context, *given):
-    """One rank makes the call while what it receives is altered; what was altered, and what it raised."""
+    """One rank makes the call while its incoming bytes are altered; returns the alteration and the exception."""
     found = []
     alters = getattr(altered, context)(*given, found) if dist.get_rank() == rank else contextlib.nullcontext()
     try:
@@ -71,7 +71,7 @@ def test_an_altered_message_is_an_error_on_both_sides(forge, tmp_path, how):
     met = 0
     with forge.group(ranks) as group:
         group.run(over_network)
-        # The checksum, which comes last, is a part of the message.
+        # The checksum at the end is a part of the message.
         for rank, place in [(rank, place) for rank in range(ranks) for place in (dice.random(), 1)]:
             outcomes = group.run(under, how, path, 1, rank, "message", 0, place)
             giver = outcomes[rank][0]
@@ -97,7 +97,7 @@ def test_an_altered_message_is_an_error_on_both_sides(forge, tmp_path, how):
 @pytest.mark.parametrize("kind", ["up", "verdict"])
 @pytest.mark.parametrize("how", ["save", "load", "dcp.save"])
 def test_an_altered_word_is_an_error_on_all_ranks(forge, tmp_path, how, kind):
-    """But where the answer of the last round is altered for one rank: all else is done, and that rank cannot know."""
+    """The exception is the answer of the last round: everything is committed by then, and that rank cannot know."""
     dice, path, ranks = random.Random(how + kind), tmp_path / "c", 3
     fastckpt.save(full(0), path)
     met = 0

@@ -1,4 +1,4 @@
-"""Calls that go wrong before their first round: turns stay in step, nothing waits without end, others are told."""
+"""Calls that fail before their first round: turns stay in step, nothing waits forever, other ranks get an error."""
 
 import functools
 import os
@@ -118,7 +118,7 @@ def test_a_call_that_is_interrupted_before_its_turn_holds_nobody_up(forge, tmp_p
 
 
 def from_below(path):
-    """What is called from within a save of the same thread, as a signal handler may be."""
+    """A call from within a save of the same thread, as from a signal handler."""
     told = []
 
     def default(_):
@@ -197,7 +197,7 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
         patch.setattr(threading.Thread, "start", started)
         with pytest.raises(KeyboardInterrupt):
             distributed.save_async(state(7), tmp_path / "c")
-    # The next save gets memory that was given back, if there is any.
+    # The next save gets returned memory, if there is any.
     distributed.save_async(state(8), tmp_path / "d", io=fastckpt.IO(max_in_flight=2))
     go_on.set()
     fastckpt.background.drain(30)

@@ -1,4 +1,4 @@
-"""Several ranks whose tensors are on a device: what they save and load together."""
+"""Saves and loads of several ranks whose tensors are on a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device():
 def values():
     torch.manual_seed(5)
     return {
-        # Of this the second rank has nothing.
+        # Rank 1 has nothing of this.
         "one": torch.randn(1, 5),
         "rows": torch.randn(ROWS, 500),
         "columns": torch.randn(40, ROWS),
@@ -52,7 +52,7 @@ def state(spread, *, empty):
             continue
         made[name] = distribute_tensor(whole, mesh, [Shard(dim)])
         local = made[name]._local_tensor
-        # Columns lie apart from each other in the memory of a rank.
+        # Columns are not contiguous in the memory of a rank.
         made[name]._local_tensor = local.to(standin.NAME) if dim == 0 else local.t().contiguous().to(standin.NAME).t()
     return made
 
@@ -69,7 +69,7 @@ def differences(found):
 
 
 def save_and_load(path, spread, io):
-    """What differs after the load, bytes that came from other ranks, and how often the device was asked."""
+    """The differences after the load, the bytes from other ranks, and the number of requests to the device."""
     saved = distributed.save(state(spread, empty=False), path, per_rank={"own": state(False, empty=False)["same"]})
     into = state(spread, empty=True)
     for value in into.values():
@@ -86,16 +86,16 @@ def test_ranks_save_and_load(forge, tmp_path, spread, io):
         done = group.run(save_and_load, tmp_path / "c", spread, io)
     assert [different for different, *_ in done] == [[], []]
     assert [(same, warnings) for _, _, same, warnings in done] == [(True, ())] * 2
-    # With direct I/O what one rank has read goes to the other.
+    # With direct I/O one rank reads and sends to the other.
     assert any(peers for _, peers, *_ in done) is (io == "threads")
     loaded = fastckpt.load(tmp_path / "c")
     assert all(torch.equal(loaded[name], value) for name, value in values().items())
 
 
 def step_at_once(path):
-    """Tensors change in order after a step on the device, and their copies have not begun when the host goes on."""
+    """Tensors change in order after a step on the device, and their copies have not begun when the host continues."""
     given = state(True, empty=False)
-    del given["columns"]  # the stand-in puts it in order on the host
+    del given["columns"]  # the stand-in makes it contiguous on the host
     distributed.save_async(given, path).result(60)  # the memory is pinned from here on
     parameter = torch.nn.Parameter(torch.ones(3).to(standin.NAME))
     parameter.grad = torch.ones_like(parameter)
@@ -133,7 +133,7 @@ def test_dcp(forge, tmp_path, io):
 
 
 def in_a_capture(path):
-    """A rank whose stream is captured says so before anything is written."""
+    """A rank whose stream is captured raises before anything is written."""
     made = state(True, empty=False)
     try:
         if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Asynchronous saves of all ranks: what the caller may do meanwhile, failures, order, and the end of the process."""
+"""Asynchronous saves of all ranks: changes by the caller meanwhile, failures, order, and the end of the process."""
 
 import gc
 import os
@@ -40,7 +40,7 @@ def check(path, value):
 
 
 def copied(path):
-    """Bytes that this rank copies of a tensor that is cut, and of one that all ranks have."""
+    """Bytes that this rank copies of a sharded tensor, and of a replicated one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.ones(64, 1000)
     cut = distributed.save_async({"w": parallel.distributed(whole, mesh, [Shard(0)])}, path).result(60)
@@ -104,7 +104,7 @@ def test_operations_keep_their_order(forge, tmp_path):
 
 
 def save_beside(path):
-    """The second save copies while the first, its base, is held; the third is beside a save of one process alone."""
+    """The second save copies while the first, its base, is held; the third runs beside a save of a single process."""
     release, real = threading.Event(), RanksJob._write
 
     def held(job):

@@ -1,4 +1,4 @@
-"""What ranks load of a checkpoint, however it was written, and how often they read it."""
+"""Loads by ranks from checkpoints of any origin, and how often they read them."""
 
 import signal
 
@@ -32,7 +32,7 @@ def save(topology, path, tied):
 
 @pytest.fixture(scope="module")
 def written(lasting, tmp_path_factory):
-    """A checkpoint of each way: paths of those with tied weights, and of those without."""
+    """A checkpoint of each way: the paths of those with tied weights, and of those without."""
     folder = tmp_path_factory.mktemp("written")
     found = {True: [], False: []}
     for topology, size, tied in WRITTEN:
@@ -48,7 +48,7 @@ def local(value):
 
 
 def differences(found, expected, at="state"):
-    """Where two states of this rank differ, bit for bit."""
+    """The differences between two states of this rank, bit for bit."""
     if isinstance(expected, dict):
         if found.keys() != expected.keys():
             return [f"{at}: keys"]
@@ -68,14 +68,14 @@ def differences(found, expected, at="state"):
 
 
 def untangled(state):
-    """A state whose optimizer lists its own parameters, in order: stages of a pipeline save the union of theirs."""
+    """A state whose optimizer lists this stage's parameters, in order: a pipeline saves the union over its stages."""
     for group in state["optimizer"]["param_groups"]:
         group["params"] = sorted(name for name in group["params"] if name in state["optimizer"]["state"])
     return state
 
 
 def spoiled(state):
-    """The tensors of a state, with no value that a checkpoint has, in dicts and lists of their own."""
+    """The tensors of a state, with other values than any checkpoint, in new dicts and lists."""
     if isinstance(state, dict):
         return {key: spoiled(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -86,7 +86,7 @@ def spoiled(state):
 
 
 def load_all(topology, paths, tied, io):
-    """Load each of the checkpoints into a state with other values; compare with what one process trained."""
+    """Load each of the checkpoints into a state with other values; compare with the state of one process."""
     expected = untangled(parallel.state(topology, tied=tied))
     others = parallel.state(topology, trained=False, tied=tied)
     found = []
@@ -180,7 +180,7 @@ def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
         reports = group.run(load_large, tmp_path / "c", how, "buffered")
     assert {report.engine for report in reports} == {"buffered"}
     assert sum(report.bytes_peers for report in reports) == 0
-    # The kernel counts all that each process reads: code that memory was too short to keep, too.
+    # The kernel counts all reads of a process, including code that was dropped from memory.
     assert sum(report.bytes_storage for report in reports) <= 1.5 * (LARGE * 4 + 20)
 
 
@@ -349,7 +349,7 @@ def load_and_tell(path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_stopped_while_the_manifest_is_passed_on_is_named_in_time(forge, tmp_path, rank):
-    """Nobody is in a round: who waits for the manifest has to notice it, and is not silent itself."""
+    """No rank is in a round: a rank that waits for the manifest must notice a silent one, and not be silent itself."""
     fastckpt.save({"w": torch.ones(100)}, tmp_path / "c")
     strike = Strike(rank, points.BROADCAST, signal.SIGSTOP)
     with forge.group(3) as group, stillness.watched() as still:

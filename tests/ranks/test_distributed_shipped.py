@@ -1,4 +1,4 @@
-"""``dtype=`` and ``exclude=`` of a save of several ranks: what each holds is cast there, and the files are the same."""
+"""``dtype=`` and ``exclude=`` in a save of several ranks: each casts its own parts, and the files are the same."""
 
 import hashlib
 

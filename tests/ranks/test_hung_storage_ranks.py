@@ -1,4 +1,4 @@
-"""The storage of one rank does not answer: its save fails, and the others hear of it by name."""
+"""The storage of one rank does not answer: its save fails, and the others' errors name that rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_others_hear_of_it(lasting, background):
             hang("write", str(group.children[1].pid))
             (first, told), (kind, why) = group.run(_save, point / str(number), 0.2 * 4**number, background=background)
             hang()
-            # On a busy machine a call that is answered may be late, too.
+            # On a busy machine an answered call may also be late.
             if "cannot write" in why or number == 4:
                 break
         assert (first, kind) == ("RanksError", "DeadlineError")

@@ -1,4 +1,4 @@
-"""A call that is interrupted at any of its lines leaves neither a turn nor a save behind that others wait for."""
+"""A call that is interrupted at any line leaves no turn and no save for which others would wait."""
 
 from __future__ import annotations
 

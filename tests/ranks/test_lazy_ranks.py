@@ -1,4 +1,4 @@
-"""Lazy saves of ranks: a step waits for the copy alone, and what changes a tensor otherwise fails the save on all."""
+"""Lazy saves of ranks: a step waits only for the copy, and any other change of a tensor fails the save on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two(forge):
 
 @contextlib.contextmanager
 def held(where, name):
-    """What ``where`` does under this name waits for the event that this gives, or for the end of the block."""
+    """Calls of this name in ``where`` wait for the yielded event, or for the end of the ``with`` statement."""
     release, real = threading.Event(), getattr(where, name)
 
     def wait(self):
@@ -49,7 +49,7 @@ def held(where, name):
 
 
 def parameters():
-    """One that is spread over the ranks, and one that all have; both large enough to be copied late."""
+    """A sharded and a replicated tensor, both large enough to be copied late."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     spread = parallel.distributed(torch.ones(ROWS, 400), mesh, [Shard(0)])
     made = {"spread": nn.Parameter(spread), "same": nn.Parameter(torch.ones(200, 200))}
@@ -59,7 +59,7 @@ def parameters():
 
 
 def step_at_once(path):
-    """A step directly after the call, while an earlier save is still being written: what each has done by then."""
+    """A step right after the call, while an earlier save is being written; returns the progress of each by then."""
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
@@ -71,7 +71,7 @@ def step_at_once(path):
         optimizer.step()
         waited = copy.is_set(), first.done(), pending.progress().phase
         stepped = [bool((mine[name].detach() == 0).all()) for name in mine]
-        # Ranks compare what was copied.
+        # Ranks compare the copies.
         mine["same"].data.fill_(dist.get_rank())
         write.set()
     found = pending.result(60)
@@ -86,7 +86,7 @@ def test_a_step_waits_for_the_copy_and_for_nothing_else(two, tmp_path):
 
 
 def step_after_a_failure(path):
-    """The copy fails while an earlier save is still being written: whether that has ended when a step has been made."""
+    """The copy fails while an earlier save is being written; returns whether that has ended after a step."""
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
@@ -105,7 +105,7 @@ def test_a_step_does_not_wait_for_a_save_whose_copy_has_failed(two, tmp_path):
 
 @pytest.mark.parametrize("end", ["saved", "changed", "cancelled"])
 def test_a_lazy_save_keeps_nothing_alive(tmp_path, end):
-    """Without the collector of cycles, once nobody has the handle."""
+    """Memory is freed without the cycle collector, once the handle is gone."""
     tensor = torch.ones(200, 200)
     gone = weakref.ref(tensor)
     gc.disable()
@@ -141,7 +141,7 @@ CHANGES = {
 
 
 def change(path, what):
-    """The second rank changes a tensor while it is copied; what each hears."""
+    """Rank 1 changes a tensor during the copy; returns the error of each rank."""
     mine = parameters()
     with held(Staging, "_copy_late") as copy, torch.no_grad():
         state = {"left": torch.ones(200, 200), **mine, "n": 1}
@@ -184,7 +184,7 @@ def test_to_cancel_the_copy_on_one_rank_fails_the_save_on_all(two, tmp_path):
 
 
 def train(path, reshards):
-    """Save between two steps of FSDP, and train on beside the copy; the weights at the call, and that they changed."""
+    """Save between two steps of FSDP, and train on during the copy; the weights at the call, and if they changed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
@@ -201,7 +201,7 @@ def train(path, reshards):
     backward()
     optimizer.step()
     with held(Staging, "_copy_late") as copy:
-        # What is gathered here is freed by the next backward.
+        # The next backward frees the tensors gathered here.
         model(given)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         at_call = {name: value.full_tensor().clone() for name, value in state["model"].items()}
@@ -252,7 +252,7 @@ def test_buffers_that_are_equal_may_be_broadcast_beside_the_copy(two, tmp_path):
 
 
 def change_guarded(path):
-    """Change a buffer that is spread, of a guarded module, while something else is copied."""
+    """Change a sharded buffer of a guarded module during the copy of another tensor."""
     model, other = nn.Module(), parameters()["spread"]
     model.register_buffer("codes", parameters()["spread"].detach())
     with fastckpt.background.guard(model), held(Staging, "_copy_late") as copy:

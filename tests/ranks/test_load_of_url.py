@@ -1,4 +1,4 @@
-"""Ranks that load a checkpoint from an object store, by itself and as the remote tier of a run."""
+"""Ranks that load a checkpoint from an object store, alone and as the remote tier of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.reports import with_report
 
 TIMEOUT = 60.0
 SIZES = (1, 2, 4)
-#: Several blocks, which do not end where the parts of ranks do.
+#: Several blocks, which end elsewhere than the parts of ranks.
 ROWS, COLUMNS = 4097, 700
 
 
@@ -53,7 +53,7 @@ def ranks(request, forge):
 
 
 def load(env, url, hosts, io="auto"):
-    """What is wrong with what this rank loads, spread and whole; and what the report says."""
+    """The faults of this rank's loads, spread and whole, and the report."""
     os.environ.update(env)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if hosts > 1:
@@ -90,7 +90,7 @@ def test_each_rank_reads_what_it_wants(ranks, s3, url, hosts):
 
 
 def fail(env, url, kind):
-    """What a rank hears; the last one finds the network down while it reads."""
+    """The error of each rank; the network of the last rank fails during its reads."""
     os.environ.update(env)
 
     def down(real):
@@ -158,7 +158,7 @@ def full(*_arguments, **_options):
 
 
 def restore(env, root, remote, how):
-    """What a rank restores of a run, of which the local tier cannot be written in all ways but one."""
+    """The restore of a rank in a run; in all cases but one, the local tier is not writable."""
     os.environ.update(env)
     fetch = points.replaced(points.FETCH, lambda _: full) if how == "full" else contextlib.nullcontext()
     with fetch, warnings.catch_warnings():
@@ -174,7 +174,7 @@ def restore(env, root, remote, how):
 
 @pytest.mark.parametrize("how", ["read_only", "full", "empty"])
 def test_a_run_comes_back_from_the_store(ranks, s3, tmp_path, how):
-    """Without a disk, with a full one, and on another node with an empty one."""
+    """Restores without a disk, with a full disk, and on another node with an empty disk."""
     remote, local = f"s3://{harness.BUCKET}/runs/gpt", tmp_path / "local"
     with fastckpt.Manager(local, remote=remote, save_options={"files": fastckpt.Files(shard_size=40_000)}) as manager:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory instead of sending messages, wherever the system lets them."""
+"""Ranks of one host read each other's memory instead of sending messages, if the system permits it."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ def spread():
 
 
 def saved(path, *, strided=False):
-    """Of a save, and of one in the background during which the state changes: what each report says."""
+    """The reports of a save, and of one in the background during which the state changes."""
     ranks, state = distributed.Ranks(timeout=TIMEOUT), spread()
     if strided and dist.get_rank() == 1:
         # Its parts have no address: the core asks Python for their bytes.
@@ -49,7 +49,7 @@ def saved(path, *, strided=False):
 
 
 def without(path, what, rank):
-    """The same where one rank may not read others, asks for no such thing, or is in another container."""
+    """The same if one rank may not read others, has this turned off, or is in another container."""
     if dist.get_rank() != rank:
         return saved(path)
     if what == "off":
@@ -121,7 +121,7 @@ def test_what_has_no_address_travels(forge, tmp_path):
 
 
 def joined(path, read):
-    """Whether rank 0, which writes late, had written when this rank had seen all off."""
+    """Whether rank 0, which writes late, had written when this rank had sent everything."""
     late = dist.get_rank() == 0
     found = []
 

@@ -40,7 +40,7 @@ def test_dcp(sdk, tmp_path):
 
 
 def of_all_ranks(path):
-    """What each rank gives its SDK: of a save, an asynchronous one, a load; then of saves that rank 1 makes fail."""
+    """The spans of each rank: of a save, an asynchronous one, a load; then of saves that fail on rank 1."""
     found = []
     sdk = Sdk()
     good, bad = {"w": torch.ones(500)}, {"f": print}

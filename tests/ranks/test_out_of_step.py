@@ -1,4 +1,4 @@
-"""Groups that go on: after a missed call, a call that came too late, an error outside, the next call works."""
+"""Groups that go on: the next call works after a missed call, a late call, or an error outside of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fastckpt.distributed
 from fastckpt.distributed import Ranks
 from harness import groups, limits, machines, parallel, points
 
-#: Where a rank is to be missed: longer than a busy machine holds back one of the others.
+#: The timeout in which a rank is missed: longer than the delays of a busy machine.
 SHORT = 8.0
 LONG = 60.0
 
@@ -30,7 +30,7 @@ def state(number: int) -> dict[str, object]:
 
 
 def outcome(function, *args, **kwargs) -> str:
-    """What became of a call: ``ok``, or the error."""
+    """The outcome of a call: ``ok``, or the error."""
     try:
         function(*args, **kwargs)
     except (fastckpt.CheckpointError, RuntimeError, ValueError, OSError) as error:
@@ -39,7 +39,7 @@ def outcome(function, *args, **kwargs) -> str:
 
 
 def within(timeout: float) -> dict[str, Any]:
-    """Options of a call: how long a rank waits for others that are silent; and one thread writes."""
+    """Options of a call: the timeout for silent ranks, and one writing thread."""
     return {"ranks": Ranks(timeout=timeout), "io": fastckpt.IO(threads=1)}
 
 
@@ -58,7 +58,7 @@ def load(path: str, number: int, timeout: float = LONG) -> str:
 
 
 def missed(call, path: str, odd: int, same: bool) -> list[str]:
-    """Four calls, the second of which a rank misses; ranks meet before each, as training does."""
+    """Four calls, of which a rank misses the second; ranks meet before each, as in training."""
     told = []
     for number in range(4):
         dist.barrier()
@@ -89,7 +89,7 @@ def test_the_call_after_a_missed_one_works(forge, tmp_path, call, same, odd):
 
 
 def late(path: str, odd: int, plain: bool) -> list[str]:
-    """A rank comes with its second call when the others wait in the third."""
+    """A rank makes its second call while the others wait in the third."""
     told = []
     for number in range(5):
         if number == 3:
@@ -98,7 +98,7 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
         if plain:
             del given["step"]
         if number == 1 and dist.get_rank() == odd:
-            # The others have given it up, and more than one of them is in the next.
+            # The others have given it up, and more than one of them is in the next call.
             until(path, "given up")
             time.sleep(0.3)
         timeout = SHORT if number == 1 else LONG
@@ -109,7 +109,7 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
 
 
 def ahead(path: str, odd: int) -> list[str]:
-    """A rank misses a call, and comes with its next one while the others still wait in that. All save to one path."""
+    """A rank misses a call, and makes the next while the others still wait in the missed one. All save to one path."""
     told = []
     for number in range(6):
         given = {"w": state(number)["w"], "scheduler": {"last_epoch": number}}
@@ -122,7 +122,7 @@ def ahead(path: str, odd: int) -> list[str]:
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_comes_with_the_next_call_while_others_wait_meets_them_later(forge, tmp_path, odd):
-    """What a scheduler counts tells the calls apart, deep in the state."""
+    """A scheduler's count, deep in the state, distinguishes the calls."""
     path = tmp_path / "c"
     with forge.group(3) as group:
         for rank, told in enumerate(group.run(ahead, str(path), odd, timeout=LONG)):
@@ -139,7 +139,7 @@ def until(path: str, what: str) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(forge, tmp_path, plain):
-    """Where the state has no values beside tensors, nothing tells the calls apart: the old one fails all the same."""
+    """Without values beside tensors, nothing distinguishes the calls: the old one still fails."""
     path = tmp_path / "c"
     with forge.group(3) as group:
         for told in group.run(late, str(path), 1, plain):
@@ -150,7 +150,7 @@ def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(f
 
 
 def plain_saves(path: str, odd: int) -> list[str]:
-    """Three saves that nothing distinguishes; a rank misses the second, and comes with its next to that one's end."""
+    """Three indistinguishable saves; a rank misses the second, and makes its next call at the end of that."""
     told = []
     for number in range(3):
         dist.barrier()
@@ -201,7 +201,7 @@ def test_the_first_save_that_nothing_distinguishes_from_an_earlier_one_warns(for
 
 
 def first_call_late(path: str) -> tuple[list[str], float]:
-    """A rank is late to the first call of all; what each was told, and how long the late one waited."""
+    """A rank is late to the very first call; returns each outcome, and how long the late rank waited."""
     began = time.monotonic()
     if dist.get_rank() == 1:
         until(path, "given up")
@@ -220,12 +220,12 @@ def test_a_rank_that_is_late_to_the_first_call_is_told_so_at_once(forge, tmp_pat
     for told, _ in found:
         assert "rank 1 has not answered" in told[0], told
         assert told[1] == "ok"
-    # The others have waited for the whole timeout, and this one does not.
+    # The others have waited for the whole timeout, and this rank does not.
     assert found[1][1] < SHORT < found[0][1]
 
 
 def other_orders(path: str) -> list[str]:
-    """Two groups, in another order on each rank."""
+    """Two groups, in a different order on each rank."""
     two = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     given = {"w": torch.full((1000,), 1.0)}
@@ -246,7 +246,7 @@ def test_groups_save_in_the_background_in_any_order(forge, tmp_path):
 
 
 def two_names(first: str, second: str) -> list[str]:
-    """One directory, under another name on each rank."""
+    """One directory, under a different name on each rank."""
     here = first if dist.get_rank() == 0 else second
     told = [save(f"{here}/c", 1), load(f"{here}/c", 1)]
     with fastckpt.Manager(f"{here}/run", ranks=Ranks(timeout=LONG)) as manager:
@@ -282,7 +282,7 @@ def leave_at_once(path: str) -> None:
 
 
 def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
-    """The first has the store, which goes with it: the others are slow to read the last answer."""
+    """Rank 0 has the store, which ends with it: the others are slow to read the last answer."""
     with forge.group(3, store="rank0") as group:
         strike = groups.Strike(2, points.LOOK_FOR_ANSWERS, signal.SIGSTOP, nth=4)
         group.start(leave_at_once, str(tmp_path / "c"), strike=strike)
@@ -295,7 +295,7 @@ def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
 
 
 def late_with_a_step(path: str) -> list[str]:
-    """A rank is late to a save with a step, and the ranks save the step again: neither is out of step."""
+    """A rank is late to a save with a step, and the ranks save the step again: no rank is out of step."""
     told = []
     for step, timeout in ((0, LONG), (1, 2.0), (1, LONG), (1, LONG)):
         if timeout < LONG and dist.get_rank() == 1:
@@ -317,7 +317,7 @@ def test_a_step_says_that_a_late_rank_has_missed_nothing(forge, tmp_path):
 
 
 class Late(dict):
-    """A part of a state that is read once the other ranks wait for the save."""
+    """A part of a state that is read only when the other ranks wait for the save."""
 
     def __init__(self, waiting: list[Path]) -> None:
         super().__init__(bad=object())
@@ -331,7 +331,7 @@ class Late(dict):
 def fails_in_the_save(out: str, *, late: bool) -> list[str]:
     """One rank's save raises, and it does not wait; the others do. Then all go on.
 
-    Where it is late, the others ask each other whether it is over before it has failed.
+    If it is late, the others ask each other about the end before it has failed.
     """
     told = []
     rank, asking = dist.get_rank(), [Path(f"{out}-asks-{rank}") for rank in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""States that ranks save for themselves, and the files in which they lie."""
+"""States that each rank saves for itself, and their files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_key_of_the_state_may_be_called_per_rank(tmp_path):
 
 @dataclass
 class Position:
-    """What only this module's registry knows."""
+    """A type that only this module registers."""
 
     epoch: int
 

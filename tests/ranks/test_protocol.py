@@ -1,4 +1,4 @@
-"""The protocol, case by case: what each rank is told, how soon, and what is left in the store."""
+"""The protocol, case by case: the outcome of each rank, its delay, and the remaining keys in the store."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_between_two_operations_nothing_is_left_and_rounds_clear_up_after_each_o
 
 
 def test_a_short_operation_asks_little():
-    """A leaf: hello and welcome once; in a round a message, a bell, a verdict; one word when it leaves."""
+    """A leaf: hello and welcome once; in a round a message, a bell, a verdict; one message when it leaves."""
     one = run(job(10, 11))
     requests = [process.requests for process in one.processes]
-    # Beside its requests it sleeps twice an operation, and the last to leave removes what is left.
+    # Besides its requests it sleeps twice per operation, and the last to leave removes the remaining keys.
     assert min(requests[1:]) == 5 + 11 * (2 + 3 * 3 + 1)
     assert max(requests[1:]) <= 5 + 11 * (2 + 3 * 3 + 1) + 11
     assert requests[0] <= 5 + 11 * (2 + 3 * 7 + 2)
@@ -94,7 +94,7 @@ def test_all_failures_are_listed_up_to_sixteen():
         "save: /checkpoint: rank 50 on host-6 failed: BoomError: rank 50 at step 2; rank 51 on host-6"
     )
     assert str(told).endswith("nothing was committed; the old checkpoint is unchanged")
-    # A rank's own exception stays its own, and is told what the others are.
+    # A rank keeps its own exception, with a note about those of the others.
     assert str(errors(one)[60]) == "rank 60 at step 2"
     assert str(one.results[0, 60].verdict) == str(told)
 
@@ -121,7 +121,7 @@ def test_a_rank_that_works_for_long_is_not_silent():
 
 @pytest.mark.parametrize("silent", [0, 1, 39])
 def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
-    """They may be waiting for bytes of it, and then none of them comes to the round in which it would be missed."""
+    """Others may be waiting for bytes of it, and then none of them reaches the round in which it would be missed."""
 
     class Dying(protocol.Turn):
         def look(self):
@@ -140,7 +140,7 @@ def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
 
 @pytest.mark.parametrize("busy", [0, 1, 39])
 def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
-    """Those that have posted beat no more, and are not silent."""
+    """Ranks that have posted send no more heartbeats, and do not count as silent."""
     one = job(40)
     one.work = {(0, busy): 900.0}
     run(one)
@@ -151,7 +151,7 @@ def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize("doing", ["meeting", "working", "waiting"])
 def test_where_all_stand_still_nobody_is_accused(doing, late):
-    """The machine or the store stands still for many timeouts; one rank goes on a little later than the others."""
+    """The machine or the store is stopped for many timeouts; one rank continues a little later than the others."""
     one = job(40)
     if doing == "meeting":
         one.lateness = {(0, late): 60.0 if late else 20.0}
@@ -266,7 +266,7 @@ def test_a_late_rank_gets_the_verdict_of_the_turn_that_was_given_up():
 
 
 def test_a_rank_that_lost_the_store_tells_so_when_it_comes_again():
-    """It gives up before the others do, who are told at once when it begins its next operation."""
+    """It gives up before the others, which get an error at once when it begins its next operation."""
     one = job(5, 3, timeout=100.0)
     one.begins = {2: 1000.0}
     one.lateness = {(0, 4): 90.0}
@@ -326,13 +326,13 @@ def test_a_rank_is_silent_also_while_others_come_one_after_the_other():
 @pytest.mark.parametrize("timeout", [0.5, 5.0, 20.0, 64.0, 600.0])
 @pytest.mark.parametrize("size", [2, 1024, 16_384, 100_000])
 def test_silence_is_heard_in_more_looks_than_it_has_to_be(size, timeout):
-    """What passes between two looks counts for a quarter of the timeout at most."""
+    """The time between two looks counts as at most a quarter of the timeout."""
     turn = protocol.Turn(Member(1, size, "here", "word"), "save", "/checkpoint", timeout)
     assert max(turn.slice, turn.long_slice, turn.work_slice) <= timeout / 20
 
 
 class Hostile(dict):
-    """A mapping of the user's, whose own methods must not run."""
+    """A user's mapping, whose methods must not run."""
 
     def __len__(self):
         raise AssertionError
@@ -364,7 +364,7 @@ def test_plain_values_in_nested_mappings_tell_calls_apart():
 
 
 class Operation:
-    """Counts how often a rank says that it lives."""
+    """Counts the heartbeats of a rank."""
 
     def __init__(self):
         self.lived = 0
@@ -377,7 +377,7 @@ class Operation:
 
 
 def lives(bandwidth):
-    """Whether a rank says that it lives when it has written nothing since it said so before."""
+    """Whether a rank sends a heartbeat if it has written nothing since the previous one."""
     operation = Operation()
     attention = Attention(operation, 10.0, bandwidth)
     attention(1 << 20, 1 << 30)
@@ -387,7 +387,7 @@ def lives(bandwidth):
 
 
 def test_a_rank_that_holds_itself_back_is_not_silent():
-    # For an hour, but no longer; without a limit, what takes long is not meant to.
+    # For an hour, but no longer: beyond that, a long call counts as hung.
     assert lives(1e5)
     assert not lives(1e20)
     assert not lives(None)

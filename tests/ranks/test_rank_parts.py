@@ -1,4 +1,4 @@
-"""Parts: plain tensors of a rank that say of which larger tensor they are which elements.
+"""Parts: plain tensors of a rank that describe their place in a larger tensor.
 
 tests/ranks/test_topologies_property.py draws how they are cut.
 """
@@ -18,7 +18,7 @@ from harness import needs, standin
 
 SHAPE = (5, 7)
 WHOLE = torch.arange(35.0).reshape(SHAPE)
-#: Where the range of each of four ranks ends: inside of rows, at one, and nowhere.
+#: The ends of the ranges of four ranks: inside rows, at a row, and an empty range.
 ENDS = (0, 9, 9, 21, 35)
 
 
@@ -30,7 +30,7 @@ def _range(device="cpu", fill=True, dtype=torch.float32):
 
 
 def _round_trip(path, device, save_dtype, load_dtype, background):
-    """Save ranges, load them into others, and return what is wrong."""
+    """Save ranges, load them into others, and return the differences."""
     state = {"w": _range(device), "own": torch.full((3,), 1.0)}
     options = {
         "ranks": Ranks(timeout=30),
@@ -89,7 +89,7 @@ def test_every_element_is_somebody_s(forge, tmp_path):
 
 
 def _twice(rank):
-    """Rows 0 to 2, and rows 2 to 4: row 2 is there twice."""
+    """Rows 0 to 2, and rows 2 to 4: two parts have row 2."""
     values = WHOLE.clone()
     values[2] += rank
     return Part(values[2 * rank : 2 * rank + 3], of=SHAPE, at=(2 * rank, 0))
@@ -107,7 +107,7 @@ def test_elements_of_several_ranks_are_compared(forge, tmp_path, replicas):
 
 
 class _Parts:
-    """An object whose state is made of Parts, which nobody keeps."""
+    """An object whose state is made of temporary Parts."""
 
     def __init__(self, count, fill):
         self.tensors = [torch.full((4,), float(fill + number)) for number in range(count)]
@@ -117,7 +117,7 @@ class _Parts:
 
 
 def test_parts_that_a_state_makes_anew_are_tensors_of_their_own(tmp_path):
-    """Mutant: a part is taken for the one that was in its place in memory before."""
+    """Mutant: a part is taken for an earlier one at the same address."""
     objects = {f"o{number}": _Parts(5, 10 * number) for number in range(20)}
     assert fastckpt.distributed.save(objects, tmp_path / "c").tensors == 100
     loaded = fastckpt.load(tmp_path / "c")
@@ -138,7 +138,7 @@ def test_parts_over_the_same_memory_are_tied(tmp_path):
 
 
 def _excluded(path):
-    """One rank has one more Part, behind the others, which is left out."""
+    """One rank has one more Part after the others, which is excluded."""
     rank = dist.get_rank()
     state = {"w": _range()} | ({"x": _range()} if rank == 0 else {})
     fastckpt.distributed.save(state, path, exclude="x", ranks=Ranks(timeout=30))
@@ -151,7 +151,7 @@ def test_a_part_of_one_rank_is_left_out(forge, tmp_path):
 
 
 class _Wrapping(torch.nn.Module):
-    """A module whose state has a Part in the place of its parameter."""
+    """A module whose state has a Part in place of its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ def test_one_part_in_two_places_is_one_tensor(tmp_path):
     fastckpt.distributed.load(tmp_path / "c", into=into)
     assert torch.equal(one, WHOLE.reshape(-1)[3:15])
     assert torch.equal(other, WHOLE.reshape(-1)[13:33])
-    # Converted on their way, they have no memory that the core could write to.
+    # Converted during the load, they have no memory to which the core could write.
     into = {"a": Part.flat(torch.zeros(12, dtype=torch.float64), of=SHAPE, start=3)}
     fastckpt.distributed.load(tmp_path / "c", into=into, keys="a", dtype="float64")
     assert torch.equal(into["a"].tensor, WHOLE.reshape(-1)[3:15].double())
@@ -219,7 +219,7 @@ def test_a_manager_saves_and_restores_them(forge, tmp_path):
 
 
 def _unchanged(path):
-    """Nothing has changed since the base, and then the elements of one rank."""
+    """First nothing has changed since the base, then the elements of one rank."""
     options = {"ranks": Ranks(timeout=30)}
     fastckpt.distributed.save({"w": _range(), "x": _range()}, path / "a", **options)
     same = fastckpt.distributed.save({"w": _range(), "x": _range()}, path / "b", base=path / "a", **options)

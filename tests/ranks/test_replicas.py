@@ -1,4 +1,4 @@
-"""What several ranks hold is compared before the verdict: what differs is refused by name, or one rank's, whole."""
+"""Replicated tensors are compared before the verdict: a difference is refused, or one rank's tensor is saved."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str
     """Two groups of experts, each with a tensor of the same name over its own ranks."""
     rank = dist.get_rank()
     ranks = _half(rank)
-    # Equal where a few samples are: only a look at all of it tells.
+    # Equal at a few samples: only a comparison of everything finds the difference.
     values = _values(2 * LARGE)
     if not equal and rank >= 2:
         values[LARGE // 2 + 77] += 1
@@ -71,7 +71,7 @@ def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str
 
 
 def _told(path: str, replicas: str, places: list[int]) -> list[str]:
-    """What the monitor is told of a save of tensors in which rank 1 has other values."""
+    """The monitor's warning about a save of tensors in which rank 1 has other values."""
     told = []
     with points.replaced(points.WARN, lambda _: told.append):
         _replicated(path, "save", 1, places, replicas=replicas, on_difference="warn")
@@ -118,7 +118,7 @@ def _hsdp(path: str, how: str, **options: Any) -> list[str]:
 
 
 def _refused(group: Any, function: Any, path: Any, *args: Any, **options: Any) -> str:
-    """The error of rank 0, after a look at those of the others."""
+    """The error of rank 0, after a check of the others' errors."""
     group.start(function, str(path), *args, **options)
     outcomes = group.outcomes()
     assert [each.kind for each in outcomes] == ["raised"] * group.size, outcomes
@@ -137,7 +137,7 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
         assert "separate names" in text
         assert "ranks 0, 1" in text
         assert "ranks 2, 3" in text
-        # Whatever else is compared.
+        # Regardless of other comparisons.
         assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "c", how, False, replicas="first")
         assert group.run(_expert_groups, str(tmp_path / "c"), how, True) == [[]] * 4
     assert torch.equal(fastckpt.load(tmp_path / "c")["experts"]["w1"], _values(2 * LARGE))
@@ -145,7 +145,7 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
 
 @pytest.mark.parametrize("how", ["save", "async"])
 def test_beside_a_base_that_has_what_the_owner_holds_others_are_compared_too(forge, tmp_path, how):
-    """Files are linked for what the rank that would write a part has not changed; the copies of others may have."""
+    """Files are linked if the rank that would write a part has not changed it; other copies may have changed."""
     base = tmp_path / "base"
     with forge.group(4) as group:
         group.run(_replicated, str(base), how, 1, [])
@@ -216,7 +216,7 @@ def test_a_mask_that_differs_in_the_middle_only_is_found(forge, tmp_path, how):
 
 
 def test_what_samples_miss_is_of_one_rank(forge, tmp_path):
-    """Ranks differ in few places that no sample of this save may hit: the tensor is that of one of them, whole."""
+    """Ranks differ in few places, which the samples of this save may miss: the saved tensor is one rank's, whole."""
     with forge.group(3) as group:
         group.start(_replicated, str(tmp_path / "c"), "save", 1, [100_000, LARGE - 100_000])
         kinds = {each.kind for each in group.outcomes()}
@@ -236,8 +236,8 @@ def test_what_there_is_not_is_refused(option, words):
         fastckpt.distributed.Ranks(**{option: "some"})
 
 
-#: How a tensor of two dimensions is spread over four ranks: these, in the order of the mesh, its shape and placements,
-#: or None where each has it whole. Two groups of ranks have a mesh each.
+#: Spreads of a tensor of two dimensions over four ranks: the ranks in the order of the mesh, its shape and placements,
+#: or None if each has it whole. Two groups of ranks have a mesh each.
 SPREADS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Placement]] | None] = {
     "plain": None,
     "replicate": ((0, 1, 2, 3), (4,), [Replicate()]),
@@ -250,7 +250,7 @@ SPREADS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Placement]] | No
 
 
 def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a rank has, in memory of its own."""
+    """A rank's part, in separate memory."""
     if spread in {"plain", "replicate"}:
         return whole.clone()
     ranks, _, _ = SPREADS[spread]
@@ -260,7 +260,7 @@ def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensor, as each copy of it has it, out of the parts of all ranks: first the copy of rank 0."""
+    """Each copy of the tensor, from the parts of all ranks: first the copy of rank 0."""
     if spread in {"plain", "replicate"}:
         return parts
     first, second, third, fourth = SPREADS[spread][0]
@@ -270,7 +270,7 @@ def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _drawn(base: str, number: int) -> str:
-    """One drawn save, and what is wrong with what came of it: nothing, if all is well."""
+    """One drawn save, and its fault: nothing, if all is well."""
     rng = random.Random(number)
     rank = dist.get_rank()
     state, copies, apart = {}, {}, set()
@@ -302,7 +302,7 @@ def _drawn(base: str, number: int) -> str:
     except (ValueError, RanksError, torch_dcp.api.CheckpointException) as error:
         told = str(error)
         named = {name for name in copies if f"\n  {name}: " in told}
-        # One name over two groups is compared whatever else is.
+        # One name over two groups is always compared.
         compared = apart if replicas == "first" else diverged
         right = named and named <= diverged & compared and on_difference == "raise"
         return "" if right else f"{about}: {told[:2000]}"

@@ -1,6 +1,6 @@
-"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 runs, a seed each.
+"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 simulations, a seed each.
 
-The gate takes every sixth of them, the nightly campaign of faults all: ``FASTCKPT_TEST_RUNS=all``.
+The gate runs every sixth of them, the nightly campaign of faults all: ``FASTCKPT_TEST_RUNS=all``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from harness.draws import one_in
 from harness.simulated import Faults, Job, ViolationError, World
 
 STEP = one_in(6)
-#: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
+#: Seconds beyond the timeout: GRACE, and two polling intervals of a 20th of the timeout.
 SLACK = protocol.GRACE + 3
 
 
 def drawn(seed, operations=2, *, sizes=(1, 100), timeout=None, turn=protocol.Turn, atomic=True):
-    """A group of drawn size, its delays drawn too; most groups are small."""
+    """A group of drawn size with drawn delays; most groups are small."""
     world = World(seed, atomic=atomic)
     draw = world.draw
     low, high = sizes
@@ -44,13 +44,13 @@ def run(job):
     if job.begins:
         job.world.run(until=10 * job.world.timeout, stop=True)
         job.world.faults = Faults(deaths=job.world.faults.deaths)
-    # Each operation may take its work and a timeout for each thing that goes wrong; nothing may take longer than that.
+    # Each operation may take its work and a timeout per fault, and no longer.
     job.world.run(until=40 * (job.operations + 1) * job.world.timeout)
     job.check()
 
 
 def last_works(job):
-    """The last operation begins when all that went wrong is over, and must succeed."""
+    """The last operation begins after all faults, and must succeed."""
     job.begins[job.operations - 1] = 20 * job.world.timeout
 
 
@@ -102,7 +102,7 @@ def one_run_with_deaths(seed, **options):
 
 
 def one_run_with_stops(seed, **options):
-    """Ranks are stopped, and go on after a while: perhaps when the others have given them up."""
+    """Ranks are stopped, and continue after a while, perhaps after the others have given them up."""
     job = drawn(seed, 3, sizes=(2, 100), **options)
     draw = job.world.draw
     stopped = draw.sample(range(job.size), min(job.size, draw.randint(1, 3)))
@@ -115,7 +115,7 @@ def one_run_with_stops(seed, **options):
 
 
 def one_run_with_failures(seed, **options):
-    """Ranks raise, or are interrupted, each at a drawn step: all others learn it, and from whom."""
+    """Ranks raise, or are interrupted, each at a drawn step: all others learn which rank it was."""
     job = drawn(seed, 2, sizes=(2, 100), **options)
     draw = job.world.draw
     failing = draw.sample(range(job.size), min(job.size, draw.choice((1, 1, 2, 30))))
@@ -187,7 +187,7 @@ def one_run_with_mismatched_calls(seed, **options):
 
 
 def one_run_with_missed_calls(seed, **options):
-    """A rank's program fails outside of a call, which it misses; the others give up before the next, and that works."""
+    """A rank's program fails outside of a call, which it misses; the others give up before the next, which works."""
     job = drawn(seed, 6, sizes=(2, 100), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -205,7 +205,7 @@ def one_run_with_missed_calls(seed, **options):
 
 
 def one_run_with_calls_out_of_step(seed, **options):
-    """A rank that has missed a call comes with its next one while the others are still in that."""
+    """A rank that has missed a call makes its next one while the others are still in the missed one."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -222,7 +222,7 @@ def one_run_with_calls_out_of_step(seed, **options):
 
 
 def one_run_with_calls_that_nothing_tells_apart(seed, **options):
-    """Ranks come with old calls when the others have given these up: that fails, and nothing is mixed."""
+    """Ranks make old calls after the others have given these up: that fails, and nothing is mixed."""
     job = drawn(seed, 6, sizes=(2, 12), **options)
     draw = job.world.draw
     paths = draw.choice((("/a",), ("/a", "/b")))
@@ -235,7 +235,7 @@ def one_run_with_calls_that_nothing_tells_apart(seed, **options):
 
 
 def one_run_with_missed_loads(seed, **options):
-    """Nothing tells loads apart: a rank that has missed one is taken for a late one once, and not again."""
+    """Nothing distinguishes loads: a rank that has missed one is taken for a late one once, and not again."""
     job = drawn(seed, 6, sizes=(2, 100), **options)
     draw = job.world.draw
     job.call_of = lambda *_: ("load", "/checkpoint")
@@ -252,7 +252,7 @@ def one_run_with_missed_loads(seed, **options):
 
 
 def one_run_with_a_pause_of_the_store(seed, **options):
-    """The store stands still for a while, shorter or longer than the timeout, while ranks save, or wait for a save."""
+    """The store is stopped for a while, shorter or longer than the timeout, while ranks save, or wait for a save."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -268,9 +268,9 @@ def one_run_with_a_pause_of_the_store(seed, **options):
 
 
 def one_run_with_a_pause_of_the_store_in_a_restore(seed, **options):
-    """Ranks that have given up a question, which the others have the answer to, do not come to the load after it.
+    """Ranks that have given up a question, to which the others have the answer, do not reach the load after it.
 
-    Ranks meet before each restore. Those after the pause succeed, the next one as well.
+    Ranks meet before each restore. The restores after the pause succeed.
     """
     job = drawn(seed, 4, sizes=(2, 12), **options)
     draw = job.world.draw
@@ -290,7 +290,7 @@ def one_run_with_a_pause_of_the_store_in_a_restore(seed, **options):
 
 
 def one_run_with_a_rank_late_to_the_first_call(seed, **options):
-    """It is told what the others were told, and soon: it blames nobody else."""
+    """It soon gets the outcome of the others, and blames no other rank."""
     job = drawn(seed, 2, sizes=(2, 30), **options)
     draw = job.world.draw
     timeout = job.world.timeout
@@ -363,7 +363,7 @@ def broken(one_run, seed, **options):
 
 
 def breaks(one_run, step=1, **options):
-    """Return the first run that breaks a promise, None if there is none."""
+    """Return the first simulation that breaks a promise, None if there is none."""
     return next(filter(None, (broken(one_run, seed, **options) for seed in range(0, RUNS[one_run], step))), None)
 
 
@@ -378,11 +378,11 @@ def test_runs(one_run, record_property):
     assert breaks(one_run, STEP) is None
 
 
-# The rules of the protocol, each switched off: some run must then break a promise.
+# The rules of the protocol, each switched off: some simulation must then break a promise.
 
 
 class Counts(protocol.Turn):
-    """Gives a rank up after a time, however much it beats."""
+    """Gives a rank up after a time, despite its heartbeats."""
 
     def _listen(self, state, own):
         state.silence.hear = lambda rank, _, now: Silence.hear(state.silence, rank, None, now)
@@ -390,7 +390,7 @@ class Counts(protocol.Turn):
 
 
 class Patient(protocol.Turn):
-    """Waits for ever."""
+    """Waits forever."""
 
     def __init__(self, member, kind, path, timeout):
         super().__init__(member, kind, path, timeout)
@@ -398,7 +398,7 @@ class Patient(protocol.Turn):
 
 
 class Forgiving(protocol.Turn):
-    """Takes what is missing for success."""
+    """Takes a missing message for success."""
 
     def _collect(self, own):
         messages = yield from super()._collect(own)
@@ -415,7 +415,7 @@ class Hasty(protocol.Turn):
 
 
 class Deaf(protocol.Turn):
-    """Does not look whether the bell stayed silent."""
+    """Does not check whether the bell stayed silent."""
 
     def _await(self):
         while not (yield protocol.Wait((self._bell(),), self.timeout, 0)):
@@ -442,7 +442,7 @@ class Untidy(protocol.Turn):
 
 
 class Mute(protocol.Turn):
-    """Does not beat while it waits for others."""
+    """Sends no heartbeats while it waits for others."""
 
     def alive(self):
         if self.inside:
@@ -460,7 +460,7 @@ class Strange(protocol.Turn):
 
 
 class Closed(protocol.Turn):
-    """Leaves although ranks that it has not heard of can then not learn the verdict."""
+    """Leaves although ranks from which it has not heard can then not learn the verdict."""
 
     def _has_waited(self, state):
         return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
@@ -474,7 +474,7 @@ class Stubborn(protocol.Turn):
 
 
 class Tardy(protocol.Turn):
-    """Takes each verdict of calls that it has missed, where nothing tells them from its own."""
+    """Takes each verdict of missed calls that are indistinguishable from its own."""
 
     def _attempt(self, own, *how):
         self.member.was_told = lambda _: False
@@ -482,7 +482,7 @@ class Tardy(protocol.Turn):
 
 
 class Careless(protocol.Turn):
-    """Goes on from every turn that has failed without it, also if that was of its own call."""
+    """Goes on from every turn that has failed without it, even if that was its own call."""
 
     def _is_of_others(self, verdict):
         return verdict[:1] == b"!" and not self.passed
@@ -503,7 +503,7 @@ class Forgetful(protocol.Turn):
 
 
 class Unmarked(protocol.Turn):
-    """Knows its call by what it does and the path alone."""
+    """Identifies its call only by kind and path."""
 
     @property
     def called(self):

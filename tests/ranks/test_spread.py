@@ -1,4 +1,4 @@
-"""Which parts of a tensor a rank holds: as torch itself cuts tensors, and as DTensors say it."""
+"""The parts of a tensor that a rank holds: by torch's own cuts, and by the descriptions of DTensors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def numbered(*shape):
 
 
 def held(value: DTensor, full: torch.Tensor, rank: int | None = None) -> Spread:
-    """What the description of a DTensor says, once it is compared with what is in its memory."""
+    """The description of a DTensor, after a comparison with its memory."""
     rank = dist.get_rank() if rank is None else rank
     spreads = Spreads(range(dist.get_world_size()), rank)
     describe_one = spreads.describe_of(type(value))
@@ -167,14 +167,14 @@ def _fsdp_over_tensor_parallel(shape: tuple[int, int], rows: int) -> list[Spread
 def test_fsdp_over_tensor_parallel(forge, shape, rows):
     with forge.group(math.prod(shape)) as group:
         for spreads in group.run(_fsdp_over_tensor_parallel, shape, rows):
-            # Tensor parallelism cuts first, and FSDP cuts what it has left.
+            # Tensor parallelism cuts first, and FSDP cuts its parts.
             assert spreads[0].mesh == shape[::-1]
             assert spreads[0].placements == (("shard", 0, 0), ("shard", 0, 0))
             assert spreads[0].ranks[: shape[0]] == tuple(range(0, math.prod(shape), shape[1]))
 
 
 def _redistributed() -> None:
-    """What torch makes of strided placements, of one order and of another, and of one that views alone make."""
+    """Torch's results for strided placements, in both orders, and for one that only views produce."""
     mesh = init_device_mesh("cpu", (2, 2, 2))
     for size in (8, 9, 11, 13, 3):
         full = numbered(size, 2)
@@ -256,7 +256,7 @@ def test_ranks_are_those_in_the_group(forge):
     assert sorted(found[1][0].ranks) == [0, 1]
 
 
-# What a DTensor is stored as.
+# The stored form of a DTensor.
 
 
 def mesh_of_one():
@@ -403,7 +403,7 @@ def test_a_collective_under_way_is_waited_for(forge):
 
 
 def _another_order() -> None:
-    """A spec can say in which order the dimensions of a mesh cut: another way to say strided shards."""
+    """A spec can have an order in which the dimensions of a mesh cut, which is another form of strided shards."""
     mesh = init_device_mesh("cpu", (2, 2))
     value = distribute_tensor(numbered(8, 3), mesh, [Shard(0), Shard(0)])
     spec = value._spec

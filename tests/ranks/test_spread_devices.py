@@ -1,4 +1,4 @@
-"""DTensors and small plain tensors on a device: which of several a rank has is no matter."""
+"""DTensors and small plain tensors on a device: the number of the rank's device does not matter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ranks tell each other of a save or a load: tables that travel, that differ and become one, and what each rank
-demands of a checkpoint.
+"""Messages of ranks about a save or a load: tables that travel, that differ and are united, and each rank's
+requests to a checkpoint.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_what_differs_has_another_digest(other):
 
 
 def test_memory_has_no_say():
-    """The same values, from other memory: a view with gaps, of another order, not aligned."""
+    """The same values in other memory: with gaps, in another order, not aligned."""
     base = torch.arange(24.0).reshape(4, 6)
     gaps = torch.zeros(4, 6, 2)
     gaps[..., 0] = base
@@ -159,7 +159,7 @@ def test_offers_travel_once():
 
 
 def test_large_tables_are_made_in_linear_time():
-    """No time that a machine might not keep: many tensors take as many times as long as few, with much room."""
+    """Not an absolute time: the time grows in proportion to the number of tensors, with ample slack."""
 
     def seconds(count):
         state = {"model": {f"layers.{index}.weight": base[: index % 7 + 1] for index in range(count)}}
@@ -176,11 +176,11 @@ def test_large_tables_are_made_in_linear_time():
     assert seconds(32_000) < 24 * seconds(4000)
 
 
-# --- uniting what ranks bring -----------------------------------------------------------------------------------------
+# --- uniting the tables of ranks --------------------------------------------------------------------------------------
 
 
 def tree(combine, values, fan):
-    """Combine values as a tree of ranks does: each node its own first, then its children in their order."""
+    """Combine values like a tree of ranks: each node its own first, then its children in order."""
     values = [json.loads(json.dumps(value)) if not isinstance(value, bytes) else value for value in values]
     while len(values) > 1:
         values = [combine(values[at : at + fan]) for at in range(0, len(values), fan)]
@@ -188,7 +188,7 @@ def tree(combine, values, fan):
 
 
 def agree(states, *, fan=3, extras=None, **options):
-    """What each rank knows once all have agreed, and whether their tables had to be sent."""
+    """The result of the agreement on each rank, and whether tables had to be sent."""
     size = len(states)
     agreements = [
         local_of(state, rank, range(size), per_rank=None if extras is None else extras[rank], **options)
@@ -208,7 +208,7 @@ def agree(states, *, fan=3, extras=None, **options):
 
 
 def check_held(agreed):
-    """Each rank holds what the spreads say, and only that."""
+    """Check that each rank holds exactly the parts of its spreads."""
     for rank, each in enumerate(agreed):
         held = {(tensor, part) for tensor, part, _, _ in each.held}
         assert len(held) == len(each.held)
@@ -229,7 +229,7 @@ def holders(agreed, name):
 
 
 def state_of(agreed):
-    """The state that the coordinator will name in the manifest, with a name for each tensor."""
+    """The state that the coordinator will write into the manifest, with a name for each tensor."""
 
     class Names(StateBuilder):
         def tensor(self, token):
@@ -302,7 +302,7 @@ states = st.recursive(
 
 
 def made(state, memory):
-    """The state, with tensors; ``memory`` keeps one for each place."""
+    """The state with tensors; ``memory`` keeps one for each place."""
     if isinstance(state, dict):
         return {key: made(value, memory) for key, value in state.items()}
     if isinstance(state, list):
@@ -418,7 +418,7 @@ def test_flags_are_those_of_the_first_rank():
 
 
 def test_names_that_only_the_union_needs():
-    """Two places that make one name are one tensor's place each, and the second gets another name."""
+    """Two places with the same name belong to different tensors, and the second gets another name."""
     agreed, _ = agree([{"a": {"b": torch.ones(2)}}, {"a.b": torch.zeros(2)}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["a.b", "a.b~1"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[0], [1]]
@@ -427,20 +427,20 @@ def test_names_that_only_the_union_needs():
 def test_ties():
     shared = torch.ones(3)
     tied = {"model": {"embed": shared, "head": shared}}
-    # Where all that have both places say so, they are one tensor.
+    # If all ranks with both places agree, they are one tensor.
     agreed, _ = agree([tied, {"model": {"head": torch.ones(3)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.embed"]
     assert holders(agreed[0], "model.embed") == (0, 1)
     assert [[one.tensor for one in each.held] for each in agreed] == [[0], [0]]
-    # Where one rank has two tensors, they are two.
+    # If one rank has two tensors, they are two.
     agreed, _ = agree([tied, {"model": {"embed": torch.ones(3), "head": torch.ones(3)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.embed", "model.head"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[0, 1], [0, 1]]
-    # A tensor has the name of its first place in the union, whatever comes first on the rank that has it.
+    # A tensor has the name of its first place in the union, whatever comes first on its rank.
     agreed, _ = agree([{"z": {"x": 1}, "a": {"x": 2}}, {"a": {"w": shared}, "z": {"w": shared}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["z.w"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[], [0]]
-    # The model's name is the one that is stored, wherever the first place is.
+    # The model's name is stored, wherever the first place is.
     early = {"ema": {"head": shared}, "model": {"head": shared}}
     agreed, _ = agree([early, {"model": {"other": torch.ones(2)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.head", "model.other"]
@@ -461,7 +461,7 @@ def test_the_model_of_the_union():
 
 
 def test_modules_as_stages():
-    """An OrderedDict with attributes, as modules give it: its ``_metadata`` is united, too."""
+    """An OrderedDict with attributes, like those of modules: its ``_metadata`` is united, too."""
     stages = [torch.nn.Sequential(OrderedDict([(f"l{rank}", torch.nn.Linear(2, 2))])).state_dict() for rank in (0, 1)]
     agreed, _ = agree([{"model": each} for each in stages])
     state = state_of(agreed[0])["model"]
@@ -517,7 +517,7 @@ def test_per_rank_holds_no_dtensors_and_equal_ones_travel_once():
 
 
 def _beside() -> None:
-    """Tensor parallel groups beside each other differ in their meshes alone."""
+    """Parallel tensor parallel groups differ only in their meshes."""
     rank = dist.get_rank()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(12.0).reshape(4, 3)
@@ -568,7 +568,7 @@ def _shapes_that_from_local_guessed() -> None:
 
 
 def _stages_with_meshes() -> None:
-    """Pipeline over FSDP, with the states that torch makes of modules and optimizers."""
+    """Pipeline over FSDP, with torch's states of modules and optimizers."""
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()
@@ -625,7 +625,7 @@ def test_what_is_per_rank_is_not_spread(forge):
         group.run(_per_rank_with_dtensors)
 
 
-# --- what ranks demand of a checkpoint --------------------------------------------------------------------------------
+# --- requests of ranks to a checkpoint --------------------------------------------------------------------------------
 
 
 def gathered(value):
@@ -635,7 +635,7 @@ def gathered(value):
 
 
 def load(path, into, **options):
-    """Load as ranks do, but each takes its parts from the whole tensors by itself."""
+    """Load like ranks, but each takes its parts from the whole tensors itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reader = _core.Reader(str(path))
     wanted = demands(reader, str(path), LoadSettings.of("load", options), into, rank, range(size))
@@ -671,7 +671,7 @@ def fill(agreed, index, checkpoint, name, spread):
         assert request.nbytes == part.nbytes
         ctypes.memmove(request.address, part.tobytes(), part.nbytes)
     else:
-        # In two pieces, the second first, as messages come.
+        # In two pieces, the second first, like messages.
         middle = data.nbytes // 2
         agreed.drain([(index, middle, data.ctypes.data + middle, data.nbytes - middle)])
         agreed.drain([(index, 0, data.ctypes.data, middle)])
@@ -710,7 +710,7 @@ def _tensors(path) -> None:
         assert loaded["model"][name] is value
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(full.float(), state["model"][name]), name
-    # All ranks name the empty ones, too.
+    # All ranks also name the empty ones.
     assert wanted.unwanted() is None
 
 
@@ -741,7 +741,7 @@ def _modules_and_optimizers(path) -> None:
                 found = mine.state_dict()["state"][number][name]
                 assert isinstance(found, DTensor) == (name != "step")
                 assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value)
-        # It goes on from there.
+        # Training continues from there.
         model(torch.ones(4, 3)).sum().backward()
         mine.step()
     into = get_optimizer_state_dict(model, mine)
@@ -763,7 +763,7 @@ def _stages(path) -> None:
     assert set(loaded["model"]) == set(into["model"])
     others = {f"model.layer{at}" for at in range(4)} - {f"model.{name}" for name in into["model"]}
     assert set(wanted.names_of(wanted.unwanted())) == others
-    # What no rank wants is an error for all, unless it may be.
+    # A tensor that no rank wants is an error for all, unless that is allowed.
     less = {"model": {f"layer{rank % 2}": torch.zeros(rank % 2 + 2)}}
     with pytest.raises(
         StructureMismatchError, match=r"no rank has a destination.* 2 tensors of .*\n  model\.layer2\n  model\.layer3$"
@@ -771,13 +771,13 @@ def _stages(path) -> None:
         load(path, less)
     _, wanted, verdict = load(path, less, strict=False)
     assert wanted.names_of(verdict[1]) == ("model.layer2", "model.layer3")
-    # And what a rank has beyond the checkpoint is one of its own.
+    # A tensor that is not in the checkpoint is an error of its rank only.
     with pytest.raises(StructureMismatchError, match=r"\['model'\]\['more'\]: not in the checkpoint"):
         load(path, {"model": {"more": torch.zeros(1)}})
 
 
 def _a_tie_of_the_checkpoint(path) -> None:
-    """What is stored once may be wanted in several places, by each rank in another way."""
+    """A tensor that is stored once may be wanted in several places, differently by each rank."""
     mesh = init_device_mesh("cpu", (2,))
     shared = numbered(6, 2)
     if dist.get_rank() == 0:
@@ -820,7 +820,7 @@ def _mismatches(path) -> None:
     value = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
     with pytest.raises(StructureMismatchError, match=r"\['s'\]"):
         load(path, {"s": value}, keys="s*")
-    # A rank that leaves out what is spread over it.
+    # A rank leaves out a tensor that is spread over it.
     with pytest.raises(
         ValueError, match=r"^load: .*\n  \['a'\]: a DTensor over ranks 0, 1 on rank 0, no such on rank 1"
     ):

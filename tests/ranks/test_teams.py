@@ -10,7 +10,7 @@ from fastckpt import distributed
 from harness.parallel import dist, distribute_tensor, init_device_mesh, torch
 
 RANKS = 4
-#: Of the only shard: eight tensors of 512 KiB by rows, 128 KiB of each on a rank.
+#: The tensors of the only shard: eight of 512 KiB by rows, 128 KiB of each on a rank.
 TENSORS, ROWS, WIDTH = 8, 128, 1024
 
 

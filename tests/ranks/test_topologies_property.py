@@ -1,8 +1,8 @@
 """Drawn tensors under drawn topologies: the files are those of one process, and load into any other topology.
 
-Torch's own splitting decides what each rank holds; each trial saves from one topology, compares all bytes with a save
-of one process, and loads into another topology and into one process. It saves again with what one process wrote as the
-base, and with that but for one bit.
+Torch's own splitting decides the parts of each rank; each trial saves from one topology, compares all bytes with a save
+of one process, and loads into another topology and into one process. It saves again with the checkpoint of one process
+as the base, first unchanged and then with one bit changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MESHES = [
 
 @dataclass(frozen=True)
 class Spread:
-    """Who holds a tensor: the ranks from ``first`` on, in a mesh of this shape (in the other order where it is turned);
+    """The holders of a tensor: the ranks from ``first`` on, in a mesh of this shape (transposed if it is turned);
     with ``placements=None`` each of them has it whole, as a plain tensor. ``gaps``: between the elements in memory.
 
     ``parts``: not as DTensors but as Parts, unless they are strided; the other ranks give empty ones. With
@@ -74,7 +74,7 @@ class Drawn:
 
 
 def whole(drawn: Drawn) -> torch.Tensor:
-    """The tensor's values: any bits, for the name decides them."""
+    """The tensor's values: bits determined by the name."""
     dtype = getattr(torch, drawn.dtype)
     generator = torch.Generator().manual_seed(zlib.crc32(drawn.name.encode()))
     nbytes = math.prod(drawn.shape) * dtype.itemsize
@@ -96,7 +96,7 @@ def _mesh(first: int, shape: tuple[int, ...], turned: bool) -> DeviceMesh:
 
 @functools.cache
 def _group(size: int) -> Any:
-    # What one of the ranks sends or gets travels. The others read each other's memory.
+    # Bytes from or to one of the ranks travel. The others read each other's memory.
     os.environ["FASTCKPT_CMA"] = "0" if dist.get_rank() == 2 else "1"
     return None if size == dist.get_world_size() else dist.new_group(list(range(size)))
 
@@ -108,7 +108,7 @@ def _placement(kind: str, dim: int, factor: int) -> Any:
 
 
 def _in_order(mesh: tuple[int, ...], placements: list[Any]) -> list[tuple[int, Any]]:
-    """Dimensions of the mesh that cut, in their order: strided placements may say that later ones cut first."""
+    """The dimensions of the mesh in the order in which they cut: with strided placements later ones may cut first."""
 
     def factor(axis: int, before: tuple[int, ...]) -> int:
         return math.prod(mesh[other] for other in before if other > axis)
@@ -133,7 +133,7 @@ def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.
     part = full.view(bits)
     for at, placement in _in_order(tuple(mesh.shape), placements):
         pieces, _ = placement._split_tensor(part, mesh.shape[at], with_padding=False)
-        # Collectives deal parts out by the ranks of a line's group, which ascend, also where a mesh is turned.
+        # Collectives distribute parts by ascending ranks of a line's group, even if a mesh is turned.
         part = pieces[mesh.get_local_rank(at)]
     return part.clone().view(full.dtype)
 
@@ -145,7 +145,7 @@ def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] | None:
-    """What this rank has of the tensor, and the bits that it must have; None where it has nothing."""
+    """This rank's part of the tensor, and the bits that it must have; None if it has nothing."""
     if spread.cuts is not None:
         return _flat(whole(drawn), spread, fill)
     count = math.prod(spread.mesh)
@@ -154,7 +154,7 @@ def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] 
     if not spread.first <= dist.get_rank() < spread.first + count:
         if not spread.parts or spread.placements is None:
             return None
-        # Where the others have DTensors, an empty part is no harm.
+        # If the others have DTensors, an empty part does no harm.
         nothing = torch.empty((0,), dtype=full.dtype)
         return fastckpt.distributed.Part.flat(nothing, of=full.shape, start=0), nothing
     placements = None if spread.placements is None else [_placement(*each) for each in spread.placements]
@@ -181,7 +181,7 @@ def _flat(full: torch.Tensor, spread: Spread, fill: bool) -> tuple[Any, torch.Te
 
 
 def _box(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> tuple[int, ...]:
-    """Where the part of this rank begins, which is a box."""
+    """The start of this rank's part, a box."""
     numbers = torch.arange(full.numel()).reshape(full.shape)
     part = _part(numbers, mesh, placements)
     if not part.numel():
@@ -208,7 +208,7 @@ def _save(
     background: bool,
     base: str | None = None,
 ) -> tuple[int, int] | None:
-    """What was written and linked, in bytes; None on a rank that does not take part."""
+    """The bytes that were written and linked; None on a rank that does not take part."""
     os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     state, _ = _state(tensors, "saved", True)
@@ -228,7 +228,7 @@ def _save(
 
 
 def _load(path: str, size: int, tensors: list[Drawn], teams: tuple[str, int]) -> list[str]:
-    """The names of the tensors whose local bits are not what they should be."""
+    """The names of the tensors with wrong local bits."""
     os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     into, wanted = _state(tensors, "loaded", False)
@@ -256,7 +256,7 @@ def spreads(draw: st.DrawFn, size: int, dims: int) -> Spread:
         chosen = [(draw(st.sampled_from(kinds)), draw(st.integers(0, max(0, dims - 1)))) for _ in mesh]
         placements = []
         for at, (kind, dim) in enumerate(chosen):
-            # As torch does for FSDP over tensor parallelism: the factor counts the later cuts of that dimension.
+            # As in torch's FSDP over tensor parallelism: the factor counts the later cuts of that dimension.
             later = zip(chosen[at + 1 :], mesh[at + 1 :], strict=True)
             factor = math.prod(count for (other, of), count in later if other != "replicate" and of == dim)
             strided = kind == "strided" and factor > 1
@@ -305,7 +305,7 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
         "shard_size": draw(st.sampled_from([5_000, 1 << 20, 1 << 30])),
         "background": draw(st.booleans()),
         "place": draw(st.none() | st.floats(0, 1)),
-        # Who writes and reads what: each rank in place, or teams that deal out grains.
+        # The distribution of writes and reads: each rank in place, or teams with grains.
         "teams": (
             draw(st.sampled_from(["auto", "off", "1", "2", "3", "8"])),
             draw(st.sampled_from([4096, 65536, 4 << 20])),
@@ -322,7 +322,7 @@ def _digests(path: Any) -> dict[str, str]:
 
 
 def changed_in(model: dict[str, torch.Tensor], place: float) -> str | None:
-    """The tensor of which one bit is changed here, in this place of its bytes; None where none has bytes."""
+    """The tensor of which one bit is changed here, at this place of its bytes; None if none has bytes."""
     names = sorted(name for name, tensor in model.items() if tensor.numel())
     if not names:
         return None
@@ -333,7 +333,7 @@ def changed_in(model: dict[str, torch.Tensor], place: float) -> str | None:
 
 
 class World:
-    """A group that is kept for many trials, and made anew after one that failed: hypothesis tries it again."""
+    """A group for many trials, made anew after a failed one, because hypothesis repeats that."""
 
     def __init__(self, forge: groups.Forge) -> None:
         self.forge, self.stack = forge, contextlib.ExitStack()
@@ -384,7 +384,7 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
 def check_bases(
     world: World, base: Path, trial: dict[str, Any], model: dict[str, torch.Tensor], expected: dict[str, str]
 ) -> None:
-    """What one process wrote is the base: nothing has changed, and then one bit of one tensor."""
+    """The checkpoint of one process is the base: first nothing has changed, then one bit of one tensor."""
     tensors = trial["tensors"]
     again = [trial["saved"], tensors, trial["teams"], trial["shard_size"], trial["background"]]
     total = sum(len(_bits(tensor)) for tensor in model.values())

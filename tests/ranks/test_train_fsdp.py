@@ -1,6 +1,6 @@
 """The example under torchrun: one of four ranks killed and resumed, and resumed by two, against an undisturbed run.
 
-torchrun starts the run that is killed. All other ranks are forked: each would take seconds to import torch.
+torchrun starts the killed run. All other ranks are forked, because each would take seconds to import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 STEPS = 12
 SAVE_EVERY = 4
 
-# One rank kills itself in the step that it is told, before the others can know: the last save is then of step 8.
+# One rank kills itself in a given step, before the others can know: then the last save is of step 8.
 KILLED = """
 import os, runpy, signal, sys
 import torch
@@ -78,7 +78,7 @@ def _train(given: list[str]) -> str:
 
 @pytest.fixture
 def forked(forge):
-    """A run of ranks that are forked; gives what the first printed."""
+    """A run of forked ranks; returns the output of rank 0."""
 
     def go(out, *more, ranks=4):
         with forge.group(ranks, backend="") as group:
@@ -89,7 +89,7 @@ def forked(forge):
 
 @pytest.fixture
 def whole(forked, tmp_path):
-    """An undisturbed run of four ranks; gives its ``out``."""
+    """An undisturbed run of four ranks; returns its ``out``."""
 
     def go(*more):
         out = tmp_path / "whole"
@@ -140,6 +140,6 @@ def test_two_ranks_go_on_where_four_were(forked, whole):
     assert re.search(r"resumed from .*step-00000008 with 2 ranks", printed)
     found = losses(out)[STEPS:]
     assert [step for step, _ in found] == [step for step, _ in expected[8:]]
-    # Another order of the sums, nothing else; an optimizer without its moments is off by far more.
+    # Only the order of sums differs; an optimizer without its moments would be off by far more.
     for (_, loss), (_, wanted) in zip(found, expected[8:], strict=True):
         assert loss == pytest.approx(wanted, rel=1e-4)

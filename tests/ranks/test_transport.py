@@ -1,5 +1,5 @@
-"""How ranks talk: over torch's own stores, where one of them is stopped or killed, and in the gloo group for bytes,
-which is made when it is needed, kept, ended by a failure and made anew.
+"""The transport between ranks: torch's own stores, with stopped or killed ranks, and the gloo group for bytes,
+which is made on demand, kept, ended by a failure and made anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastckpt._ranks.torch_distributed import DataGroup, Group
 from harness import groups, parallel, points, stillness
 from harness.groups import Strike
 
-# Of operations that must fail, and of all others: a machine may stand still for seconds.
+# The timeout of operations that must fail, and of all others: a machine may be stopped for seconds.
 TIMEOUT, LONG = 3.0, 60.0
 
 
@@ -59,7 +59,7 @@ def program(text, *arguments):
 
 @pytest.fixture
 def server(forge):
-    """A store in a process of its own: (process, port)."""
+    """A store in a separate process: (process, port)."""
     process = forge.zygote.start("harness.member:store", host="127.0.0.1")
     try:
         yield process, int(process.next())
@@ -78,7 +78,7 @@ def stores(request, tmp_path):
         path = str(tmp_path / "store")
         first = dist.FileStore(path, -1)
         first.set("of others", "")
-        return lambda: dist.FileStore(path, -1), lambda: first.num_keys() - 2  # that, and the count of its users
+        return lambda: dist.FileStore(path, -1), lambda: first.num_keys() - 2  # without this key and the count of users
     master = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     if request.param == "tcp":
         return lambda: client(master.port), master.num_keys
@@ -96,7 +96,7 @@ def group(size, store):
 
 
 def together(peers, body, timeout=LONG):
-    """Run an operation on all ranks; return of each what it returned or raised, and its seconds."""
+    """Run an operation on all ranks; return the result or exception of each, and its seconds."""
     outcomes = {}
 
     def run(one):
@@ -148,7 +148,7 @@ def test_operations_over_each_store(stores):
 
 
 def test_a_group_that_starts_anew_in_the_same_store(stores):
-    """Former processes went in the middle of their first operation; their keys are still there."""
+    """Earlier processes ended in the middle of their first operation; their keys are still there."""
     store, keys = stores
     with group(4, store) as former:
         assert all(
@@ -187,7 +187,7 @@ def test_a_server_that_is_stopped(server):
                 assert seconds < TIMEOUT + 5 + still.since(began)
         finally:
             process.signal(signal.SIGCONT)
-        # The two operations that were left are settled, and the next one works.
+        # The two abandoned operations are settled, and the next one works.
         assert [outcome for outcome, _ in together(peers, calm)] == [[4, 6]] * 4
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_is_gone(server):
 
 
 def test_a_server_that_goes_while_a_client_connects_again(monkeypatch):
-    """torch then tries for minutes: it has accepted the connection, and does not answer."""
+    """The server accepts the connection and does not answer, so torch tries for minutes."""
     monkeypatch.setattr(store_module, "_CONNECTED", 0.1)
     ends = threading.Event()
 
@@ -223,7 +223,7 @@ def test_a_server_that_goes_while_a_client_connects_again(monkeypatch):
 
         def clone(self):
             self.clones += 1
-            if self.clones > 2:  # the transport's two first ones are made at once
+            if self.clones > 2:  # the transport makes the first two at once
                 self.listener.close()
                 ends.wait()
             return Broken()
@@ -247,7 +247,7 @@ def test_waiting_leaves_the_store_to_others(server):
         waits.start()
         time.sleep(0.3)
         began = time.monotonic()
-        # Each would wait for the end of a look of the other, which takes a tenth of a second and more.
+        # Each would wait for the end of the other's look, which takes a tenth of a second and more.
         for number in range(200):
             store.set("mine", str(number))
             assert time.monotonic() - began < 15 + still.since(began)
@@ -296,7 +296,7 @@ def test_a_process_that_goes_is_named_by_all_others(server, sent):
             assert "RanksError: save: /checkpoint: rank 2 on host-2 has not answered for 3.0 s" in told
             assert time.monotonic() - began < TIMEOUT + 5 + still.since(began)
         for process in ranks[:2]:
-            # It ends as a program does, though threads of it waited for the store.
+            # It ends like a usual program, although its threads waited for the store.
             assert process.stdout.readline() == "ends\n"
             assert process.wait(LONG) == 0
 
@@ -522,7 +522,7 @@ def check(path):
     assert torch.equal(found, torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS))
 
 
-# All ranks connect to all, or each to those that it has something to say to.
+# Each rank connects to all others, or only to those that it sends to.
 @pytest.mark.parametrize("connect_all", [32, 1])
 def test_one_group_serves_many_operations(forge, tmp_path, connect_all):
     with forge.group(4) as group:
@@ -577,7 +577,7 @@ def test_a_rank_that_is_stopped_in_the_exchange_is_named(forge, tmp_path, where)
 
 
 def wait_for_a_message(what):
-    """Rank 0 waits for a message that nobody sends; rank 1 ends the group."""
+    """Rank 0 waits for a message that no rank sends; rank 1 ends the group."""
     group = session("save", None).group
     data = DataGroup(group, what, 60.0)
     memory = np.zeros(100, np.uint8)

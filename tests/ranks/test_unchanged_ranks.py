@@ -1,4 +1,4 @@
-"""``distributed.save(..., base=...)``: all ranks together link and write what one process would."""
+"""``distributed.save(..., base=...)``: all ranks together link and write the same as one process."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ from harness.parallel import dist, torch
 SPREAD = [
     *[("fsdp", 2, "sync"), ("fsdp", 4, "async"), ("tp", 2, "async"), ("tp_fsdp", 4, "sync"), ("ddp", 4, "sync")],
 ]
-#: What the trained tensors hold in each save of a chain: the last one saves the same state again.
+#: The values of the trained tensors in each save of a chain: the last one saves the same state again.
 CHAIN = (0, 1, 2, 2)
 
 
@@ -46,7 +46,7 @@ def save(state, path, how, **options):
 
 
 def save_chain(topology, folder, how):
-    """Save the states of a chain, each with the one before as its base; in blocks of a page, so that each tensor has
+    """Save the states of a chain, each with the previous one as its base, in blocks of a page, so that each tensor has
     many."""
     os.environ["FASTCKPT_BLOCK_SIZE"] = "4096"
     state = parallel.state(topology, scale=4)
@@ -64,7 +64,7 @@ def manifest(path):
 
 
 def content(path):
-    """Each file of tensors and the number of its names; what the manifest says of files, tensors, and what vouches."""
+    """Each file of tensors and the number of its names; the manifest's entries for files, tensors and proofs."""
     files = {
         each.name: (hashlib.sha256(each.read_bytes()).hexdigest(), each.stat().st_nlink)
         for each in path.rglob("*.safetensors")
@@ -75,11 +75,11 @@ def content(path):
 
 @pytest.fixture(scope="module")
 def alone(forge, tmp_path_factory):
-    """What one process writes: the content of each checkpoint of a chain, and the reports."""
+    """The result of one process: the content of each checkpoint of a chain, and the reports."""
     folder = tmp_path_factory.mktemp("alone")
     with forge.group(1, backend="") as group:
         (reports,) = group.run(save_chain, "single", folder, "alone")
-    # The second save finds what does not change, the third links it, the fourth links all.
+    # The second save finds the unchanged tensors, the third links them, the fourth links all.
     assert [linked for _, linked, *_ in reports] == [0, 0, 2, 4]
     assert reports[3][0] == 0
     return [content(folder / str(step)) for step in range(len(CHAIN))], reports
@@ -99,7 +99,7 @@ def test_ranks_link_and_write_what_one_process_does(lasting, tmp_path, alone, to
 
 
 def save_stages(folder):
-    """A pipeline, whose ranks have other tensors each, and states of their own."""
+    """A pipeline whose ranks have different tensors and separate states."""
     state = parallel.state("pipeline", scale=4)
     reports = []
     for step, number in enumerate(CHAIN):
@@ -118,7 +118,7 @@ def test_stages_of_a_pipeline_link_what_has_not_changed(forge, tmp_path):
 
 
 def large(changed=None):
-    """Tensors of several blocks, cut along rows, columns and both, and one that all ranks have."""
+    """Tensors of several blocks, cut along rows, columns and both, and a replicated one."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     ways = [[Shard(0), Shard(0)], [Shard(1), Shard(1)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
     whole = torch.arange(1000 * 1637, dtype=torch.int32).view(1000, 1637)
@@ -171,7 +171,7 @@ def test_a_base_may_be_of_any_number_of_ranks_and_of_one_process(forge, tmp_path
 
 
 def damage(path):
-    """A file of a checkpoint with another byte, which has the time of the change."""
+    """Change a byte of a checkpoint's file, which gets the time of the change."""
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_base_is_a_warning_of_all_ranks_and_all_is_written(
         (tmp_path / "empty").mkdir()
         check("empty", "is not a checkpoint", 0)
         check("good", "", 2)
-        # Damage is not inherited: what the file holds is written again. Here it reaches both names of the file.
+        # Damage is not inherited: the tensors of the file are written again. Here it affects both names of the file.
         damage(tmp_path / "good")
         check("good", "checksum is", 1)
         os.truncate(tmp_path / "good" / "model.safetensors", 5000)
@@ -261,7 +261,7 @@ def test_what_is_named_frozen_is_linked_from_the_second_save_on(forge, tmp_path)
 
 
 def save_on_hosts(folder):
-    """Each rank has another name for its host, so the manifest of the base travels."""
+    """Each rank has a different host name, so the manifest of the base travels."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
     distributed.save(state, folder / "0")
@@ -282,7 +282,7 @@ def save_struck(folder, number, **options):
     return report.linked_files, report.warnings
 
 
-#: Where a rank fails while ranks compare. From rank 1 rank 3 gets the manifest, which it then waits for.
+#: The places where a rank fails while ranks compare. Rank 3 waits for the manifest from rank 1.
 BLOWS = [
     (1, points.PASS_BASE_ON, OSError(errno.EIO, "the blow")),
     (3, points.KNOW, OSError(errno.EIO, "the blow")),
@@ -296,7 +296,7 @@ BLOWS = [
 def test_a_rank_that_fails_while_ranks_compare_fails_the_save_on_all_and_the_next_one_works(forge, tmp_path):
     with forge.group(4) as group:
         group.run(save_struck, tmp_path, 0)
-        # The ranks have a gloo group already, which the failed save must not leave with half a broadcast.
+        # The ranks already have a gloo group, in which the failed save must not leave half a broadcast.
         assert group.run(save_struck, tmp_path, 1, base=tmp_path / "0") == [(2, ())] * 4
         for step, (rank, where, error) in enumerate(BLOWS):
             strike = groups.Strike(rank, where, error)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 STRANGER = {"fastckpt/__init__.py": b"", "fastckpt/monkey_patch.py": b"x = 1\n"}
 SAVE = "import fastckpt, sys; fastckpt.save({'a': 1}, sys.argv[1]); print(fastckpt.load(sys.argv[1]))"
 
-#: Whoever turns warnings into errors gets one that can be read, and no half of a module.
+#: A user who turns warnings into errors gets a readable one, and no half of a module.
 STRICT = f"""
 import warnings
 for turn in range(2):

@@ -1,4 +1,4 @@
-"""Every row of the table in docs/states.md, with the real packages: what they put into a state, saved as it is."""
+"""Every row of the table in docs/states.md, with the real packages: their values in a state, saved unchanged."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Recipe(enum.Enum):
 
 
 class Extra(torch.nn.Linear):
-    """As TransformerEngine's layers: the state has what is no tensor."""
+    """Like TransformerEngine's layers: the state has values other than tensors."""
 
     extra: typing.Any = None
 
@@ -231,7 +231,7 @@ def test_lightning(back, tmp_path):
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, data)
     checkpoint = trainer._checkpoint_connector.dump_checkpoint()
-    # It takes the parameters out of what it is given.
+    # It takes the parameters out of its argument.
     loaded = back(copy.deepcopy(checkpoint), fastckpt.Registry(omegaconf.DictConfig))
     assert list(loaded) == list(checkpoint)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step"):

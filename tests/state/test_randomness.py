@@ -1,4 +1,4 @@
-"""``fastckpt.randomness()``: what is drawn after a load is what was drawn after the save."""
+"""``fastckpt.randomness()``: the numbers after a load are those after the save."""
 
 from __future__ import annotations
 

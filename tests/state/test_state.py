@@ -290,7 +290,7 @@ def test_every_scheduler_of_torch_is_tried():
     assert {name for name in known if name[0] != "_"} - {"LRScheduler"} <= set(schedules())
 
 
-# SequentialLR of torch 2.6 calls what torch itself deprecates.
+# SequentialLR of torch 2.6 calls deprecated functions of torch.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", schedules())
 def test_state_of_a_scheduler(name, trip):
@@ -338,7 +338,7 @@ def test_whole_training_state(trip):
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
-        # The legacy state is what most training scripts save.
+        # Most training scripts save the legacy state.
         "rng": (torch.get_rng_state(), np.random.get_state(), np.random.default_rng(1).bit_generator.state),  # noqa: NPY002
         "random": __import__("random").getstate(),
     }
@@ -722,7 +722,7 @@ def test_wrapper_subclass_through_its_own_protocol(registry, trip):
 
 
 def test_a_type_that_was_refused_can_be_registered_after_all(registry, trip):
-    """What the message of the refusal says to do must work in the same process, in a notebook, too."""
+    """The message's advice must work in the same process, in a notebook, too."""
 
     class Late:
         def __init__(self, values):
@@ -774,7 +774,7 @@ def test_bad_registrations(registry):
     registry(collections.deque, list, collections.deque, "mine")
 
 
-# What cannot be saved.
+# Values that cannot be saved.
 
 
 def a_cycle():

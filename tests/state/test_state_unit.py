@@ -43,7 +43,7 @@ STORED = [
 
 
 def decode(source, stored=STORED, reader=None):
-    """What load does with a structure, less the reading."""
+    """The steps of load for a structure, without the reading."""
     tokens = parse(source if isinstance(source, str) else json.dumps(source))
     check = Validator(stored)
     unflatten(tokens, check)
@@ -287,7 +287,7 @@ def test_an_unread_tensor_is_not_allocated():
 
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_tokens(tmp_path):
-    """Whatever is done to a good structure, the result is a state or an error of ours."""
+    """Any change of a good structure gives a state or an error of fastckpt."""
     import datetime as dt
 
     state = {
@@ -332,7 +332,7 @@ class Default(collections.defaultdict):
 
 
 def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
-    """As ``defaultdict`` is from Python 3.12 on."""
+    """Like ``defaultdict`` from Python 3.12 on."""
     monkeypatch.setattr(structural, "_HEAP", collections.defaultdict.__flags__)
     fastckpt.save(Default(list, a=[1]), tmp_path / "c")
     assert fastckpt.load(tmp_path / "c", registry=Registry(Default)).default_factory is list
@@ -345,7 +345,7 @@ KINDS = [
 
 
 def test_fill_in_pieces_for_ordinary_tensors(monkeypatch, trip):
-    """The road that tensors of other devices take, forced for contiguous ones."""
+    """The path of tensors on other devices, forced for contiguous ones."""
     from fastckpt._tensors import torch as _torch
 
     describe = _torch._describe_other

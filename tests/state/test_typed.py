@@ -1,4 +1,4 @@
-"""Values of classes, saved by what they are, and what comes back of them."""
+"""Values of classes, saved by their kind, and restored."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Options(argparse.Namespace):
 
 
 class Attribute(dict):
-    """A dict whose keys are its attributes, as many programs have one."""
+    """A dict whose keys are its attributes, a common pattern."""
 
     def __init__(self, **items):
         super().__init__(**items)
@@ -450,7 +450,7 @@ def test_a_package_that_is_missing_makes_its_types_unknown(tmp_path, monkeypatch
         assert fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain")) == {"d": "1"}
 
 
-# What has a state of its own.
+# Values with their own state.
 
 
 def test_objects_with_a_state_are_stored_as_that(tmp_path):
@@ -714,7 +714,7 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
 
 @pytest.mark.parametrize("way", ["save", "save_async", "Manager"])
 def test_a_warning_that_is_an_error_ends_a_save_before_anything_is_written(tmp_path, way):
-    """The next one, which has nothing new to say, goes through."""
+    """The next one, without news, is saved."""
     kind = dataclasses.make_dataclass(f"Undeclared{way}", ["n"], namespace={"__module__": "elsewhere"})
     state, path = {"w": torch.ones(2), "it": kind(1)}, tmp_path / "step-00000001"
     manager = fastckpt.Manager(tmp_path)
@@ -778,7 +778,7 @@ def test_attributes_that_hide_what_a_class_does_are_refused(tmp_path):
 
 
 def decode(tokens, *classes):
-    """What a load makes of tokens without tensors."""
+    """The value that a load makes of tokens without tensors."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "c")
         fastckpt.save(None, path)

@@ -49,7 +49,7 @@ def test_what_is_written_is_there(objects):
     assert objects.children() == (["deep"], {"empty": 0, "small": 10})
     assert objects.below("deep").children() == (["er"], {})
     assert objects.sizes() == {"deep/er/large": len(DATA), "empty": 0, "small": 10}
-    # A name that begins likewise is not below.
+    # A name with the same beginning is not below.
     assert Objects.at("test", objects.url[:-1]).sizes() == {}
     assert objects.size("small") == 10
     assert objects.sum_of("deep/er/large") == crc(DATA)
@@ -101,7 +101,7 @@ def test_only_what_is_whole_becomes_visible(objects, size):
 
 @pytest.fixture(params=[True, False])
 def knows_conditions(request, objects, monkeypatch):
-    """A store that compares and writes in one step, and one that answers that it cannot."""
+    """A store with conditional writes, and one that refuses them."""
     if request.param:
         return
     if objects.url.startswith("s3"):
@@ -151,7 +151,7 @@ def test_memory_is_one_store_for_each_name():
 
 
 def test_s3_is_given_the_sums(s3):
-    """CRC-64/NVME of an object, or of each of its parts, as S3 takes it: base64 of eight bytes."""
+    """CRC-64/NVME of an object, or of each of its parts, in the form of S3: base64 of eight bytes."""
     objects = Objects.at("test", "s3://bucket/a")
     objects.write("small", [DATA[:1000]], 1000, crc(DATA[:1000]))
     objects.write("large", [DATA], len(DATA), crc(DATA))
@@ -246,7 +246,7 @@ def test_nobody_answers(monkeypatch):
         began = time.monotonic()
         with pytest.raises(OSError, match=url):
             Objects.at("test", "s3://bucket/a").sizes()
-        # Nothing is said about how busy the machine is: a client that asks for minutes takes minutes.
+        # The load of the machine does not matter: a client that retries takes minutes.
         assert time.monotonic() - began < 60
 
 
@@ -306,7 +306,7 @@ def _in_child(objects, answers):
         answers.put(str(error))
     else:
         answers.put("it worked")
-    # Without what pytest would do at the end of a process.
+    # Without pytest's work at the end of a process.
     answers.close()
     answers.join_thread()
     os._exit(0)
@@ -314,7 +314,7 @@ def _in_child(objects, answers):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told(objects):
-    """The client's threads are not in it: it would wait for ever."""
+    """The child does not have the client's threads, and would wait forever."""
     objects.sizes()
     context = multiprocessing.get_context("fork")
     answers = context.Queue()

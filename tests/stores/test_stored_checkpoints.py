@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def run():
-    """A URL below which a test puts what it likes."""
+    """A URL below which a test may write objects."""
     return f"memory://{uuid.uuid4()}/run"
 
 
@@ -59,7 +59,7 @@ def objects_at(url):
 
 
 def changed(url, name, change):
-    """Change the content of an object; its note stays that of the old one."""
+    """Change the content of an object, and keep the old note."""
     objects = objects_at(url)
     content = bytearray(objects.read_all(name, 1 << 30))
     change(content)
@@ -119,7 +119,7 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
 
     monkeypatch.setattr(Objects, "read", noted)
     fastckpt.load(url, io=fastckpt.IO(verify=False))
-    # More than a block of the format in one request, and no more than one may ask for.
+    # More than a block of the format in one request, and no more than the largest request.
     assert 4 << 20 < max(length for _, length in asked) <= PART
     total = sum(length for _, length in asked)
     assert len(asked) <= total // PART + 3 * len(shards_of(url))
@@ -127,7 +127,7 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
 
 
 def test_no_more_than_so_much_is_on_its_way(run, tmp_path, monkeypatch):
-    """The memory of requests is not that of the caller, unless as many were asked for."""
+    """The memory of requests is limited, unless the caller gives a number of threads."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 << 20))
     state = {"large": np.zeros(64 << 20, np.uint8), **{f"{number}": np.ones(5000) for number in range(20)}}
     fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=10_000))
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, saved, tmp_path, mo
 
 @pytest.fixture
 def answer(monkeypatch):
-    """Has a function answer all reads of tensors in place of the store: headers come."""
+    """Has a function answer all reads of tensors in place of the store, except headers."""
     read = Objects.read
 
     def set_to(function):
@@ -251,7 +251,7 @@ def answer(monkeypatch):
 
 
 def test_a_network_that_fails_is_no_damage(url, answer):
-    """What the client raises is raised, the same object."""
+    """The client's exception is raised unchanged, as the same object."""
     failure = type("OddError", (Exception,), {})("the network is down")
 
     def fail(_):
@@ -288,7 +288,7 @@ def test_an_object_that_is_gone_since_it_was_listed_is_missing(url, answer):
 
 
 def test_a_load_can_be_interrupted(url, answer):
-    """It ends with the requests that are under way."""
+    """The load ends with the requests under way."""
     answered, asked = threading.Event(), []
 
     class RungError(Exception):
@@ -317,7 +317,7 @@ def test_a_load_can_be_interrupted(url, answer):
 
 
 def test_what_a_signal_raises_is_not_lost(url, monkeypatch):
-    """A handler may run wherever the core calls Python, also for the name of a file, with no way to raise."""
+    """A handler may run wherever the core calls Python, even for the name of a file, where it cannot raise."""
     rung = []
 
     def ring(_, name):
@@ -374,7 +374,7 @@ def test_removal(run, url, monkeypatch):
     ("beside", "stays"), [("notes.txt", ["notes.txt"]), ("__0_0.distcp", [".metadata", "__0_0.distcp"])]
 )
 def test_torchs_file_goes_unless_it_lists_files_of_torchs_own_writer(url, beside, stays):
-    """Mutants: it always stays; it always goes; that in the folder of the save stays."""
+    """Mutants: it always stays; it is always removed; the one in the folder of the save stays."""
     for name in (".metadata", "0123456789abcdef/.metadata", beside):
         objects_at(url).write(name, [b"1"], 1, None)
     assert sorted(checkpoints.remove(url, force=False, leave=True)) == stays
@@ -385,7 +385,7 @@ def test_a_removal_that_was_killed_is_finished_and_nothing_else_is_taken_for_one
     objects_at(url).remove(["fastckpt.json"])
     fastckpt.remove(url)
     assert objects_at(run).sizes() == {}
-    # A model of somebody else's has such names, too.
+    # A foreign model may also have these names.
     objects_at(f"{run}/model").write("model.safetensors", [b"1"], 1, None)
     objects_at(f"{run}/deep").write("model.safetensors", [b"1"], 1, "0" * 16)
     objects_at(f"{run}/deep").write("x/model.safetensors", [b"1"], 1, "0" * 16)

@@ -1,4 +1,4 @@
-"""What is a URL, and what it becomes."""
+"""Recognition and normalisation of URLs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def summed(data):
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=["single", "half"])
 def number(request, monkeypatch):
-    """What devices multiply in, half precision, is exact too; the processor can do it, slowly."""
+    """Half precision, in which devices multiply, is exact too; the processor can do it, slowly."""
     monkeypatch.setattr(device_sums, "_number", lambda *_: request.param)
     monkeypatch.setattr(device_sums, "_matrices", {})
 

@@ -47,7 +47,7 @@ def restructure(path, tokens):
 
 
 def repeats(value):
-    """The dimensions along which nothing moves."""
+    """The dimensions with stride 0."""
     return [
         step == 0 and value.numel() > 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
     ]
@@ -97,7 +97,7 @@ def test_expansions_of_one_base_are_tied(tmp_path):
     assert loaded["wide"].data_ptr() == loaded["base"].data_ptr() == loaded["narrow"].data_ptr()
     assert loaded["strided"].data_ptr() == loaded["strided wide"].data_ptr()
     assert np.shares_memory(loaded["other"], loaded["other wide"])
-    # Every place has its own name.
+    # Every position has its own name.
     assert list(fastckpt.load(tmp_path / "c", keys="narrow")) == ["narrow"]
     assert list(fastckpt.load(tmp_path / "c", keys="*wide")) == ["wide", "strided wide", "other wide"]
 

@@ -1,4 +1,4 @@
-"""Random generators of numpy and torch: they go on with the same numbers, and no file makes them read astray."""
+"""Random generators of numpy and torch continue with the same numbers, and no file makes them read out of bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def used(kind):
-    """A generator in the middle of things: half a number in store, and children."""
+    """A generator in use: with half a number stored, and with children."""
     generator = np.random.Generator(getattr(np.random, kind)(7))
     generator.random(5)
     generator.random(1, np.float32)

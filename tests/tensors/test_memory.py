@@ -54,7 +54,7 @@ print(json.dumps([grown, state["w"].nbytes]))
 @pytest.mark.parametrize("io", ["uring", "threads", "buffered"])
 @pytest.mark.parametrize(("operation", "beyond"), [("save", 128), ("load", 256 + 64), ("into", 64)])
 def test_memory_beyond_the_state(tmp_path, operation, beyond, io):
-    """256 MiB, in MiB: a load needs what it loads, ``into=`` not even that."""
+    """256 MiB, in MiB: a load needs its tensors' memory, ``into=`` not even that."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), operation, io]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
         array[:] = number % 251
     whole = resident() - before
     assert whole >= count * nbytes * 0.95
-    # Every other one: each is between two that stay.
+    # Every second one: each is between two that stay.
     del kept[1::2], array
     assert resident() - before <= whole * 0.55
     assert all((array == 2 * number % 251).all() for number, array in enumerate(kept))
@@ -115,7 +115,7 @@ def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
 
 @pytest.mark.parametrize("granule", [16 << 10, 64 << 10])
 def test_a_tensor_that_dies_takes_no_byte_of_its_neighbours(granule, monkeypatch):
-    """With a kernel of larger pages, which refuses what begins within one, and drops whole ones."""
+    """With a kernel of larger pages, which refuses a start within a page, and drops whole pages."""
     dropped = []
 
     class Kernel(mmap.mmap):

@@ -1,4 +1,4 @@
-"""What moves ranges of many tensors at a time: what devices are asked for, and what is left when something fails."""
+"""The movers of ranges of many tensors: their calls of devices, and the leftovers of a failure."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_streams_are_used_again():
 
 
 def test_an_interrupt_does_not_end_the_wait_for_copies(monkeypatch):
-    """They run in memory that the caller will use."""
+    """They write to memory that the caller will use."""
     value = torch.arange(1000, device=DEVICE).conj()
     out = host(value.nbytes)
     interrupts = [KeyboardInterrupt()]

@@ -1,4 +1,4 @@
-"""Pinned host memory: what CUDA is asked for, in which threads, and what is left behind."""
+"""Pinned host memory: the requests to CUDA, their threads, and leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE = 1 << 40
 
 
 class Cudart:
-    """CUDA's runtime, as far as pinning goes: each thread has a last error, kept until that thread asks for it."""
+    """The pinning calls of CUDA's runtime: each thread has a last error, kept until that thread reads it."""
 
     def __init__(self):
         self.status = 0
@@ -56,7 +56,7 @@ class Cudart:
         return f"what {status} means"
 
     def launch(self):
-        """What every check after a kernel does."""
+        """The check after every kernel."""
         error, self.last.error = getattr(self.last, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -177,7 +177,7 @@ def test_after_a_refusal_the_rest_is_not_tried_and_no_error_is_left_behind(at):
     assert cudart.names() == ["register"] * (at + 1)
     assert registration.pinned == pinned._known.nbytes == at * PIECE
     assert "CUDA refused (error 2: what 2 means; a smaller IO(pin=)" in registration.problem
-    # Where a copy goes must be pinned altogether or not at all.
+    # The target of a copy must be pinned completely or not at all.
     assert cuts(BASE, 3 * PIECE)[:at] == [(number * PIECE, PIECE) for number in range(at)]
     cudart.launch()
     registration.close()
@@ -229,7 +229,7 @@ def test_a_cap_that_is_less_than_the_memory_cuts_at_a_page(limit, expected):
         assert "IO(pin=) allows no more" in registration.problem
     else:
         assert registration.problem is None
-    # A copy to the rest stays off what is pinned.
+    # No copy crosses the end of pinned memory.
     assert cuts(BASE, 3 * PIECE)[-1] == (sum(expected), 3 * PIECE - sum(expected))
     registration.close()
 
@@ -324,7 +324,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_nothing_pinned(begun, monke
 
 @pytest.mark.parametrize("at", ["start", "started", "wait", "call"])
 def test_memory_is_unpinned_despite_an_interrupt(at, monkeypatch):
-    """Else it would be unmapped while CUDA still knows it."""
+    """Otherwise it would be unmapped while it is registered with CUDA."""
     cudart = Cudart()
     registration = register(cudart)
     registration.wait()
@@ -396,7 +396,7 @@ def test_a_forked_child_knows_of_nothing():
     with pinned._known.lock:  # held when the child comes to be
         child = os.fork()
         if not child:
-            # No pytest here: the status tells.
+            # No pytest here: the status shows the result.
             try:
                 pinned.wait(BASE, 200 * PIECE)
                 fine = list(pinned.split(BASE, 200 * PIECE)) == [(BASE, 200 * PIECE)]
@@ -437,7 +437,7 @@ print("end", flush=True)
 
 
 def test_what_a_signal_handler_registers_meanwhile_is_known():
-    """One that saves may come while the index is being made."""
+    """A saving signal handler may come while the index is being made."""
     inner = SimpleNamespace(pieces=[pinned._Piece(BASE, BASE + PAGE)])
 
     class Interrupted:
@@ -489,7 +489,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     assert again is memory
     again.pin([CUDA])
     assert devices.cudart.names() == ["register"]
-    # Another cap is another question.
+    # Another limit needs another check.
     again.pin([CUDA], PAGE)
     again.registration.wait()
     assert devices.cudart.ranges == {memory.core.address: PAGE}
@@ -565,7 +565,7 @@ def test_an_operation_that_has_ended_asks_cuda_for_nothing(devices, kind):
 
 
 def test_memory_that_is_lost_stays_while_it_is_pinned(devices):
-    """As when a signal handler raises before it is given back: CUDA still has the pages."""
+    """Like when a signal handler raises before memory is returned: CUDA still has the pages."""
     memory = host_memory.take(1000)
     memory.pin([CUDA])
     memory.registration.wait()

@@ -1,4 +1,4 @@
-"""Tensor subclasses: those that name their parts, those that have their data, and those that nobody can store."""
+"""Tensor subclasses: those that name their parts, those with further data, and those that cannot be stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rows:
 
 
 class Wrapped(torch.Tensor):
-    """A tensor of parts, with all that frameworks put into a context."""
+    """A tensor of parts, with the contents of frameworks' contexts."""
 
     @staticmethod
     def __new__(cls, data, scale, context):

@@ -1,4 +1,4 @@
-"""torchao's tensors: saved and loaded without a word to fastckpt, because torchao tells torch that they are safe."""
+"""torchao's tensors: saved and loaded without a registration in fastckpt, as torchao declares them safe to torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tools' tests share: the child that looks at a file of torch's, forked and not started."""
+"""Fixtures for tests of the tools: the child that examines a file of torch is forked, not started."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from harness import cli, jobs, looks, points, zygote
 
 @pytest.fixture(scope="session")
 def looker():
-    """Has imported what the child imports before it reads: torch alone takes seconds."""
+    """A process with the imports of the child: torch alone takes seconds."""
     with zygote.running(env={"FASTCKPT_TEST_IMPORT": jobs.LOOKING, "PYTHONWARNINGS": ""}) as made:
         yield made
 
 
 @pytest.fixture
 def quick_look(looker):
-    """``import`` looks at a file in a forked child: the same function, in a process of its own, under its limits.
+    """``import`` examines a file in a forked child: the same function, in a separate process, under its limits.
 
     How the child is started is for the tests that do without this.
     """
@@ -37,7 +37,7 @@ def quick_look(looker):
         except zygote.DiedError:
             status = os.waitstatus_to_exitcode(child.wait())
             if status == jobs.OUT_OF_MEMORY:
-                # Python has these words ready.
+                # Python has this text preallocated.
                 return subprocess.CompletedProcess(command, 1, b"", b"MemoryError\n")
             return subprocess.CompletedProcess(command, status, b"", b"")
         raised = f"{outcome.kind}: {outcome.text}".encode()
@@ -74,7 +74,7 @@ def where(tmp_path):
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Saves two states and returns what the command says of them, as JSON and on the screen."""
+    """Saves two states and returns the output of the command, as JSON and on the screen."""
 
     def run(before, after):
         for name, state in (("a", before), ("b", after)):

@@ -1,4 +1,4 @@
-"""``fastckpt bench DIR`` in real processes: what it prints, what it leaves, and how it ends when it cannot go on."""
+"""``fastckpt bench DIR`` in real processes: its output, its leftovers, and its end after failures."""
 
 # ruff: noqa: PTH208, PERF203 - names as the directory has them; loops of a few turns
 
@@ -136,7 +136,7 @@ def test_a_workload_is_shrunk(where):
 
 
 def test_check_asks_for_the_target(where):
-    """A GPU of ten thousand gets next to nothing; a tenth of a rank is asked for next to nothing."""
+    """With ten thousand GPUs the share is tiny; a tenth of a rank needs almost nothing."""
     slow = run(where, *SMALL, "--gpus", "10000", "--check")
     assert slow.returncode == 1
     assert "target light for 10000 GPUs not met" in slow.stdout
@@ -184,7 +184,7 @@ USER = f"setpriv --reuid 65534 --regid 65534 --clear-groups {CAPABILITY}"
 
 
 def test_an_ordinary_user():
-    """No right to drop the machine's caches: file by file then, and it says so."""
+    """Without permission to drop the machine's caches, it drops file by file, and reports it."""
     needs.root()
     needs.tool("setpriv", "util-linux")
     with mounts.public_directory() as directory:
@@ -206,7 +206,7 @@ def test_an_ordinary_user():
 
 
 def test_torch_is_imported_nowhere(where, tmp_path):
-    """A torch that cannot be imported stands first on the path, for the ranks, too."""
+    """A broken torch is first on the path, even for the ranks."""
     (tmp_path / "path" / "torch").mkdir(parents=True)
     (tmp_path / "path" / "torch" / "__init__.py").write_text("raise SystemError('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")])
@@ -349,7 +349,7 @@ def test_interrupted_it_leaves_nothing(where, number, whole):
         bench.kill()
     assert out == ""
     assert "Traceback" not in err
-    # The ranks of a group may die first: then their death is what ended the run.
+    # The ranks of a group may die first: then their death ended the run.
     allowed = {130 if number == signal.SIGINT else -number} | ({2} if whole and number != signal.SIGINT else set())
     assert bench.returncode in allowed, err
     assert os.listdir(where) == []
@@ -375,14 +375,14 @@ def test_a_dead_rank_ends_the_run(where):
 
 
 def test_a_rank_that_fails_ends_the_run(tmp_path):
-    """The disk fills up meanwhile, with somebody else's file."""
+    """Another program's file fills the disk meanwhile."""
     needs.root()
     with mounts.mount("tmpfs", size=400 << 20) as point:
         (point / "there").mkdir()
         bench = begun_in(point / "there", *LONG)
         try:
-            # Again and again: what the ranks remove after a round must not become their room for the next one. Between
-            # two of their writes they wait for all disks of the machine, which may take minutes.
+            # Repeatedly: space that the ranks free after a round must not serve their next one. Between two of their
+            # writes they wait for all disks of the machine, which may take minutes.
             with (point / "other").open("wb", buffering=0) as other:
                 while bench.poll() is None:
                     try:

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it."""
+"""The command line, run like a user runs it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_is_no_checkpoint_is_an_error(capsys: pytest.CaptureFixture[str], t
         status, out, err = call(capsys, command, path)
         assert (status, out) == (2, "")
         assert str(path) in err
-    # Shards without a manifest may be anybody's.
+    # Shards without a manifest may belong to any program.
     (tmp_path / "directory" / "model.safetensors").touch()
     status, document = call_json(capsys, command, tmp_path / "directory")
     assert (status, document["type"]) == (2, "NotACheckpointError")
@@ -177,7 +177,7 @@ def test_export_into_a_place_that_is_none(capsys: pytest.CaptureFixture[str], tm
 
 
 def test_info_ls_and_verify_work_without_torch(checkpoint: Path) -> None:
-    # An entry of None in sys.modules makes the import fail, as it does where torch is not installed.
+    # An entry of None in sys.modules makes the import fail, as without an installed torch.
     program = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
         "from harness.cli import main\n"
@@ -363,7 +363,7 @@ def test_verify_all_of_a_directory(capsys: pytest.CaptureFixture[str], steps: Pa
     assert document["checkpoints"][0]["damage"][0]["file"] == "model.safetensors"
     assert "step-1100" in document["checkpoints"][2]["error"]
     assert call(capsys, "verify", "--all", steps)[1].splitlines()[3:] == ["3 checkpoints, 2 damaged"]
-    # A checkpoint of a later version is not a damaged one.
+    # A checkpoint of a later version does not count as damaged.
     shutil.rmtree(steps / "step-1100")
     fastckpt.save({"w": np.zeros(1)}, steps / "step-900", overwrite=True)
     manifest = steps / "step-900" / "fastckpt.json"
@@ -577,7 +577,7 @@ def test_import_from_torch_save(
 
 
 class Plain:
-    """Nothing that torch allows."""
+    """A class that torch does not allow."""
 
 
 class Bomb:
@@ -825,7 +825,7 @@ def test_export_to_torch(
     assert all(equal(loaded["model"][name], tensor) for name, tensor in model.items())
     assert loaded["tied"].data_ptr() == loaded["model"]["layer.0.bias"].data_ptr()
     assert loaded["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}}
-    # Of a class that this program does not know, the contents.
+    # The contents of an object of an unknown class.
     assert (loaded["rates"], loaded["step"]) == ({"first": 0.5}, 7)
     assert call(capsys, "export", trained, target, *form)[0] == 2
     assert call(capsys, "export", trained, target, *form, "--overwrite", "--keys", "step")[0] == 0
@@ -1034,7 +1034,7 @@ def test_ls_of_a_directory_lists_its_checkpoints(capsys: pytest.CaptureFixture[s
     assert out.splitlines()[0].split() == ["name", "created", "size"]
     assert "cannot be found" in out.splitlines()[1]
     assert out.splitlines()[-1].startswith("2 checkpoints, ")
-    # A pattern is one over tensors.
+    # A pattern applies to tensors.
     assert call(capsys, "ls", steps, "step-*")[0] == 2
 
 

@@ -95,7 +95,7 @@ def save_in_pieces(path):
 
 
 def _cuts(size):
-    """Where torch cuts a dimension: all parts but the last ones have one size."""
+    """The cuts of a dimension by torch: all parts but the last have one size."""
     step = -(-size // dist.get_world_size())
     return [min(size, step * rank) for rank in range(1, dist.get_world_size())]
 
@@ -204,7 +204,7 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path, capsys):
 
 
 def test_the_files_are_archives_as_expected(tmp_path):
-    """What the reader of pieces relies on: torch stores tensors in archives without compression."""
+    """The reader of pieces relies on this: torch stores tensors in archives without compression."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs")
     (file,) = (tmp_path / "torchs").glob("*.distcp")
     with zipfile.ZipFile(file) as archive:

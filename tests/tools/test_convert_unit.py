@@ -1,4 +1,4 @@
-"""Parts of ``fastckpt import`` and ``export``: pickles made to harm, the child that looks at them, a file's header.
+"""Parts of ``fastckpt import`` and ``export``: malicious pickles, the child that examines them, a file's header.
 
 What a pickle names is recorded, and nothing else happens, in a child that must not die.
 """
@@ -43,7 +43,7 @@ except ImportError as error:
     needs.missing(str(error))
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-#: How many pickles are drawn.
+#: The number of drawn pickles.
 DRAWS = int(os.environ.get("FASTCKPT_DRAWS", "200000"))
 SLOT = b"N}(U\x08__name__U\x01xU\x01aK\x01u\x86b"
 
@@ -89,7 +89,7 @@ PIECES = [
 
 
 def valid():
-    """Pickles as torch writes them."""
+    """Pickles in torch's form."""
     values = [
         *(np.arange(3, dtype=">i2"), np.float32(3), np.array(["2020-01-01"], "M8[D]"), np.array([1, None], object)),
         *(dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc), dt.timedelta(1, 2, 3), collections.deque([1, 2], 5)),
@@ -123,14 +123,14 @@ def drawn(dice, seeds):
 
 
 def marks():
-    """What a pickle may not change."""
+    """The state that a pickle must not change."""
     kinds = (collections.Counter, collections.OrderedDict, _items.Record, _items.Recorder, *_items.KINDS.values())
     functions = [each for each in vars(_items).values() if callable(each) and hasattr(each, "__dict__")]
     return [sorted(vars(kind)) for kind in kinds], [(each.__name__, sorted(vars(each))) for each in functions]
 
 
 def watch():
-    """A list that grows with whatever runs, is imported, opened or looked up by a name of a pickle."""
+    """A list of everything that runs, is imported, opened or looked up by a pickle's names."""
     seen = []
     kinds = ("compile", "ctypes", "exec", "import", "marshal", "open", "os", "pickle", "shutil", "socket", "subprocess")
 
@@ -154,7 +154,7 @@ def main(seed, count):
         read(code)
     read(tables[0], table=True)
     codecs.lookup("raw-unicode-escape")  # which an opcode needs, whatever it says
-    # As much as the process may have that reads them for a conversion.
+    # The limit of the process that reads them for a conversion.
     resource.setrlimit(resource.RLIMIT_DATA, (_pickled._data(0), resource.getrlimit(resource.RLIMIT_DATA)[1]))
     before, modules, seen = marks(), set(sys.modules), watch()
     ends = collections.Counter()
@@ -260,7 +260,7 @@ def test_names_beyond_the_list_are_not_found(module, name, table):
 
 @pytest.mark.parametrize("table", [False, True])
 def test_a_name_makes_torch_import_nothing(table):
-    """Attributes of the module that are not there yet are modules that it imports."""
+    """Missing attributes of the module would be imported as modules."""
     program = (
         "import sys, test_convert_unit as own\n"
         "before = set(sys.modules)\n"
@@ -320,12 +320,12 @@ def test_an_old_torch_reads_no_pickles(tmp_path, monkeypatch):
     assert _needs.unpickling_torch_for(tmp_path) is torch
 
 
-#: A child that waits for a pipe waits for ever; this is for a busy machine.
+#: A child that waits for a pipe would wait forever; this limit suits a busy machine.
 PATIENCE = 300
 
 
 class Measured(NamedTuple):
-    """How a conversion ended, and its memory in bytes beyond what its modules take: its own, and its child's.
+    """The end of a conversion, and its memory in bytes beyond its modules: its own, and its child's.
 
     ``held`` is what no file backs, where a file that was written is synced: the kernel cannot take that back.
     """
@@ -338,7 +338,7 @@ class Measured(NamedTuple):
 
 
 def measured(command, *arguments, memory=512 << 20):
-    """Convert in a process of its own, which measures itself; ``memory`` is what its child may take for any file.
+    """Convert in a separate process, which measures itself; ``memory`` is the limit of its child for any file.
 
     VmHWM and not ru_maxrss, because the latter begins with the peak of the process that starts it. Of the child's, that
     is the converter before it has read anything.
@@ -370,7 +370,7 @@ def measured(command, *arguments, memory=512 << 20):
 
 
 def test_ties_are_not_copied(tmp_path):
-    """A hundred names of one tensor: each is in the file, and none but the first in memory."""
+    """A hundred names of one tensor: each is in the file, and only the first in memory."""
     shared = torch.arange(1 << 18, dtype=torch.float32)
     state = {f"t{number}": shared for number in range(100)}
     state["half"] = torch.arange(7, dtype=torch.bfloat16)
@@ -424,7 +424,7 @@ def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
-    """One of 100,000,000 bytes is written; of 8 more, neither we nor the library take it."""
+    """A header of 100,000,000 bytes is written; with 8 more, neither we nor the library accept it."""
     tensor = torch.ones(1)
     dtypes = {torch.float32: ("F32", 1)}
     path = tmp_path / "m.safetensors"
@@ -444,7 +444,7 @@ def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
 
 
 def pickled(path, code):
-    """A file as ``torch.save`` lays it out, of no storages, with a pickle of one's own."""
+    """A file in the layout of ``torch.save``, without storages, with a given pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", code)
         archive.writestr("archive/version", "3\n")
@@ -487,7 +487,7 @@ def test_a_pickle_that_asks_for_much_is_refused(tmp_path, import_):
 
 @pytest.mark.parametrize(("objects", "memory", "status"), [(1 << 18, 512 << 20, 0), (1 << 19, 64 << 20, 2)])
 def test_many_small_objects_are_refused_or_imported_in_proportion(tmp_path, objects, memory, status):
-    """Megabytes of empty dictionaries: what takes more than its share ends in the child, and not in this process."""
+    """Megabytes of empty dictionaries: excessive memory ends the child, and not this process."""
     pickled(tmp_path / "many.pt", b"\x80\x02](" + b"}" * objects + b"e.")
     done = measured("import", tmp_path / "many.pt", tmp_path / "out", memory=memory)
     share = memory + 16 * (tmp_path / "many.pt").stat().st_size
@@ -546,7 +546,7 @@ def printing(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("printing")
 def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, capsys):
-    """The answer of the child has a file of its own."""
+    """The answer of the child goes to a separate file."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
     assert cli.main(["import", str(tmp_path / "good.pt"), str(tmp_path / "good")]) == 0
@@ -558,7 +558,7 @@ def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, capsys):
 
 
 def test_the_answer_may_be_longer_than_a_pipe_holds(tmp_path, monkeypatch):
-    """It quotes names that a pickle has, which have no bound."""
+    """It quotes names from a pickle, whose lengths have no bound."""
     (tmp_path / "m.pt").touch()
     program = "import json, sys; json.dump({'kind': 'Kind', 'reason': 'n' * (1 << 20)}, open(int(sys.argv[2]), 'w'))"
     monkeypatch.setattr(_pickled, "_PROGRAM", program)
@@ -568,7 +568,7 @@ def test_the_answer_may_be_longer_than_a_pipe_holds(tmp_path, monkeypatch):
 
 
 def test_the_standard_input_may_be_closed(tmp_path):
-    """A new descriptor is then its own, which the child replaces."""
+    """A new descriptor may then get a number that the child replaces."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
     program = "from harness.cli import main; print(*[main(['import', f'{n}.pt', n]) for n in ('good', 'bad')])"

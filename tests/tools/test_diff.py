@@ -1,4 +1,4 @@
-"""``fastckpt diff``: what it says of two checkpoints is what was changed between them."""
+"""``fastckpt diff``: it reports exactly the changes between two checkpoints."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_the_exit_code_tells_of_differences_if_it_is_asked_to(tmp_path, other, s
     ],
 )
 def test_a_pipeline_expects_a_change_of_what_is_trained(tmp_path, capsys, after, shares, still):
-    """What counts steps, and generators of random numbers, change also where nothing is trained."""
+    """Step counters and random generators change even without training."""
     fastckpt.save(training(0), tmp_path / "a")
     fastckpt.save(after, tmp_path / "b")
     command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]

@@ -1,4 +1,4 @@
-"""``fastckpt doctor`` in real environments: it names the right cause, by the right name, and leaves nothing behind.
+"""``fastckpt doctor`` in real environments: it names the right cause, and leaves nothing behind.
 
 The refusals are real: seccomp filters, resource limits of an ordinary user, the kernel's setting, file systems.
 """
@@ -43,7 +43,7 @@ def of(result, code):
 
 
 def test_where_nothing_stands_in_the_way_all_is_well(children, tmp_path):
-    """The control: what is found below is not found here."""
+    """The control: the findings below do not occur here."""
     result = diagnosed(children, tmp_path, probe=True)
     assert result["ring"] == 0
     assert codes(result) == []
@@ -57,7 +57,7 @@ def test_where_nothing_stands_in_the_way_all_is_well(children, tmp_path):
 @pytest.mark.parametrize("probe", [False, True], ids=["asked", "measured"])
 @pytest.mark.parametrize("refusal", ["EPERM", "EPERM:all", "ENOSYS", "ENOSYS:all"])
 def test_a_seccomp_filter_is_named(children, tmp_path, refusal, probe):
-    """A filter on all three calls, as containers have it, and on one: that needs other evidence."""
+    """A filter on all three calls, like in containers, and on one, which needs other evidence."""
     result = diagnosed(children, tmp_path, blocked=refusal, probe=probe)
     name = refusal.partition(":")[0]
     assert result["ring"] == getattr(errno, name), "the refusal is not real"
@@ -94,7 +94,7 @@ def test_locked_memory_is_named(children, memlock):
 def test_little_locked_memory_is_a_note_while_a_ring_can_be_had(children):
     needs.root()
     with mounts.public_directory() as directory:
-        # The zygote's directory for the live counters is root's own.
+        # The zygote's directory for the live counters belongs to root.
         off = {"FASTCKPT_TOP": "0"}
         result = diagnosed(children, directory, user=True, memlock=64 << 10, env=off)
         assert (result["ring"], result["status"], result["engine"]) == (0, 0, "uring")
@@ -105,7 +105,7 @@ def test_little_locked_memory_is_a_note_while_a_ring_can_be_had(children):
 
 @contextlib.contextmanager
 def setting(value, group=None):
-    """The kernel's setting, for the whole machine: as short as can be, and put back whatever happens."""
+    """The kernel's setting, for the whole machine: for a very short time, and always restored."""
     needs.root()
     if not SETTING.exists():
         needs.missing("needs /proc/sys/kernel/io_uring_disabled (Linux 6.6)")
@@ -139,7 +139,7 @@ def test_the_kernels_setting_is_named(children, value, user):
 @pytest.mark.exclusive
 @pytest.mark.root
 def test_the_kernels_setting_is_not_blamed_for_those_it_lets_pass(children):
-    """At 1 it lets root pass, and a group: there it is the filter that refuses."""
+    """The value 1 still allows root and a group: for these the filter refuses."""
     with mounts.public_directory() as directory, setting(1, group=4242):
         assert codes(diagnosed(children, directory)) == []
         assert codes(diagnosed(children, directory, user=True, groups=[4242])) == []
@@ -274,7 +274,7 @@ def test_what_is_advised_for_btrfs_helps(children):
 
 @pytest.mark.root
 def test_the_engine_foretold_is_the_engine_that_runs(children):
-    """Without measuring, what is said rests on the probe alone; a save must agree."""
+    """Without measurements, findings rest only on the probe; a save must agree."""
     for kind in ("ext4", "ramfs"):
         for how in ({}, {"blocked": "EPERM"}):
             with mounts.mount(kind) as point:
@@ -342,11 +342,11 @@ runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize("moment", ["made", "saving"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
-    """As soon as there is something to leave, and in the middle of the saves."""
+    """A signal right after the directory is made, and in the middle of the saves."""
     directory = tmp_path / "here"
     directory.mkdir()
     command = [sys.executable, "-c", HELD, "doctor", str(directory)]
-    # A test run in the background inherits SIGINT ignored; restore what a user's program has.
+    # A test run in the background ignores SIGINT; restore the default of users' programs.
     restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     child = subprocess.Popen(
         command,

@@ -301,7 +301,7 @@ def test_the_one_right_cause(name, code, says, changes):
         assert any(f"io_uring_setup answers {answer}" in line for line in found.findings[0].evidence)
     shown = command.lines(found)
     assert any(f"[io_uring-{code}]" in line for line in shown)
-    # Where the place is known, its remedy alone is shown.
+    # If the place is known, only its remedy is shown.
     places = {line.split("(")[1].split(")")[0] for line in shown if line.startswith("  do (")}
     if made["container"] in found.findings[0].remedies:
         assert places == {made["container"]}
@@ -391,7 +391,7 @@ def test_what_a_save_reported_goes_before_what_was_expected():
     found = findings.diagnose(made_up(measured=measured))
     assert (found.engine, found.why) == ("buffered", "direct I/O: refused")
     assert any("median of 3" in line for line in command.lines(found))
-    # A save of a single operation never uses io_uring, even where it works.
+    # A save of a single operation never uses io_uring, even if it works.
     small = {**measured, "save": {**save, "engine": "threads", "fallback": None, "bytes": 1 << 20}}
     assert findings.diagnose(made_up(measured=small)).engine == "uring"
     measured = {**dict.fromkeys(measured), "error": "write /data/x: Input/output error (os error 5)"}
@@ -421,7 +421,7 @@ def test_a_failing_trial_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
-    """Not after it: what follows the signal does not run, and the handlers of before are back."""
+    """Code after the signal does not run, and the earlier handlers are restored."""
     after = []
 
     def save(*_):
@@ -447,7 +447,7 @@ def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
 
 
 def test_made_up_facts_have_the_keys_of_true_ones(tmp_path):
-    """The keys are promised in docs/doctor.md: whoever changes them sees it here."""
+    """docs/doctor.md promises the keys: a change of them shows here."""
 
     def keys(value):
         return {key: keys(item) for key, item in value.items()} if isinstance(value, dict) else None
@@ -483,7 +483,7 @@ MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    800 kB\n"
 
 
 def test_limits_of_control_groups_version_2(tmp_path):
-    """The tightest on the way up counts."""
+    """The tightest limit on the way up counts."""
     root = written(
         tmp_path,
         {
@@ -512,7 +512,7 @@ def test_limits_of_control_groups_version_1(tmp_path):
         {
             "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n",
             "proc/meminfo": MEMINFO,
-            # A container without a namespace: its group is mounted as the root, and its name leads nowhere.
+            # A container without a namespace: its group is mounted as the root, and its name does not exist.
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000\n",
@@ -698,7 +698,7 @@ def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
     )
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
     if how == "runtime":
-        # The other place is one that this user's saves do not get.
+        # This user's saves cannot use the other place.
         del environment["FASTCKPT_TOP_DIR"]
         environment["XDG_RUNTIME_DIR"] = str(tmp_path)
         code = code.replace(

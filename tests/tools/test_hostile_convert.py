@@ -1,4 +1,4 @@
-"""``fastckpt import``, ``export`` and input made to harm: no files, shared memory, and pickles that make much."""
+"""``fastckpt import``, ``export`` and malicious input: no files, shared memory, and pickles that make many objects."""
 
 from __future__ import annotations
 

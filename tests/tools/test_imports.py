@@ -1,4 +1,4 @@
-"""What lint-imports cannot see: the compiled core, the package's own names, and ``sys.modules``."""
+"""Imports that lint-imports cannot see: the compiled core, the package's own names, and ``sys.modules``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "python" / "fastckpt"
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: What any stage may take from the package: the compiled core is not a Python module, the others are modules of it.
+#: Modules of the package that any stage may import; the compiled core is not a Python module.
 SHARED = {"_core", "_crc64", "_paths", "_text", "_units", "distributed", "exceptions", "keep", "when"}
 
 #: A conversion to Hugging Face's layout copies tensors from file to file, which no public call does.
@@ -17,7 +17,7 @@ COPIES = "hugging_face.py"
 
 
 def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
-    """What a file in ``folder`` imports: ``X`` of the package, ``*`` for the package itself, ``X.`` of its module X."""
+    """The imports of a file in ``folder``: ``X`` of the package, ``*`` for the package itself, ``X.`` of module X."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
@@ -48,7 +48,7 @@ def test_the_package_itself_is_imported_by_tools_and_doors_alone(file):
         ("__main__.py",),
     ]:
         calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        # Of other packages, by tables of names.
+        # Other packages, by tables of names.
         allowed = ("('ml_dtypes')", "import_module(module)") if file.name == "built_in.py" else ("('ml_dtypes')",)
         hidden = [call for call in calls if "import_module(" in call and not any(one in call for one in allowed)]
         assert not hidden, "lint-imports does not see these"

@@ -1,4 +1,4 @@
-"""The programs in docs/monitoring.md, as they stand there."""
+"""The programs in docs/monitoring.md, unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fail(_):
 
 @pytest.fixture(params=[False, True], ids=["saves end at once", "saves outlast the steps between them"])
 def slow(request, monkeypatch):
-    """In one case no save looks done while the steps go on; in the other every one is when it is first asked."""
+    """In one case no save is done while the steps go on; in the other every save is done at the first question."""
     monkeypatch.setattr(fastckpt.types.PendingSave, "done", lambda save: not request.param and save.finished.wait(60))
 
 
@@ -70,11 +70,11 @@ def test_failures_are_raised(run, slow, monkeypatch, program):
     monkeypatch.setattr(Job, "_write", fail)
     with pytest.raises(OSError, match="No space left"):
         run(program)
-    fastckpt.background.drain(60)  # raises what nobody has been told
+    fastckpt.background.drain(60)  # raises the errors that no call has raised
 
 
 class Run:
-    """What Weights & Biases documents of a run: flat dicts of numbers, on axes that were defined."""
+    """The documented interface of a run of Weights & Biases: flat dicts of numbers, on defined axes."""
 
     def __init__(self):
         self.axes, self.rows, self.finished = {}, [], False
@@ -110,7 +110,7 @@ def test_wandb(run, slow, monkeypatch):
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what OTLP sends."""
+    """Receives OTLP messages."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -68,7 +68,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: p
     assert plan.bytes == files > 400_000
     assert plan.parameters is None
     assert call_json(capsys, "plan", "--checkpoint", tmp_path / "c", "--gpus", 8)["bytes"] == files
-    # The smallest there is: a header.
+    # The smallest checkpoint: a header.
     fastckpt.save({}, tmp_path / "empty")
     assert fastckpt.tools.plan(checkpoint=tmp_path / "empty", gpus=8).bytes > 0
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_none_or_damaged(tmp_path: Path, capsys: pytest.Cap
 # -- architectures -----------------------------------------------------------------------------------------------------
 
 
-#: What has to be known of a model.
+#: The required facts of a model.
 CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -179,7 +179,7 @@ def test_goodput_overhead_and_interval() -> None:
     assert given.failures_per_day == pytest.approx(0.48)
     lost = given.lost_seconds + given.restore_seconds
     assert given.lost_gpu_hours_per_day == pytest.approx(1000 * 0.48 * lost / HOUR)
-    # What is not lost is kept: the time that failures take, and checkpoints, leave the goodput.
+    # The goodput is the time without the losses by failures and checkpoints.
     assert given.goodput == pytest.approx((1 - lost / plan.mttf) * (1 - given.overhead), rel=1e-3)
 
 
@@ -299,7 +299,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_a_node_is_what_a_save_in_the_background_takes(tmp_path: Path) -> None:
-    """Not by the formula: as the process has it, since the memory stays after a save. Ranks: tests/ranks."""
+    """Measured in the process, not by the formula, since the memory stays after a save. Ranks: tests/ranks."""
     code = """
 import pathlib, re, sys, numpy, fastckpt
 def anonymous():
@@ -406,7 +406,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(
     assert "suffix must be one of" in err
     assert "svg" in err
     assert "create it" in call(capsys, *job, tmp_path / "missing" / "x.svg")[2]
-    # An entry of None in sys.modules makes the import fail, as it does where matplotlib is not installed.
+    # An entry of None in sys.modules makes the import fail, as without an installed matplotlib.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     status, _, err = call(capsys, *job, tmp_path / "x.svg")

@@ -1,4 +1,4 @@
-"""What the field publishes, each figure within its own rounding: the plan's arithmetic has to agree with it.
+"""Published figures, each within its rounding: the plan's arithmetic has to agree with them.
 
 Published figures are rounded, or cut, to few digits; each assertion says to which.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic of ``fastckpt plan`` and its ``--simulate``, part by part, and what the field publishes."""
+"""The arithmetic of ``fastckpt plan`` and its ``--simulate``, part by part, and published figures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_figures_have_three_digits_and_no_exponent() -> None:
 
 
 def test_what_torch_keeps_a_parameter() -> None:
-    """The figures of the optimizers that torch has, counted in its own state."""
+    """The figures of torch's optimizers, counted in their states."""
     torch = needs.package("torch")
     for name, make in (
         ("adamw", torch.optim.AdamW),
@@ -162,13 +162,13 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
         model = transformers.AutoModelForCausalLM.from_config(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    # The fields as people write them, and all of them as transformers does.
+    # The fields as users write them, and all fields as transformers writes them.
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     for given in ({"vocab_size": 50257, "model_type": kind, **fields}, written):
         counted = count(given)
         assert (counted.parameters, counted.experts) == (parameters, experts)
-        # Whoever writes all fields of DeepSeek's says that there is such a layer; transformers builds none either.
+        # A config with all fields of DeepSeek's declares this layer; transformers does not build it either.
         assert counted.notes == () or "further tokens" in counted.notes[0]
     assert fastckpt.tools.plan(config=tmp_path, gpus=8).parameters == parameters
 
@@ -208,7 +208,7 @@ HELD = sizing.contents(120_000, 96_000, (2.0, 12.0))
     ("tp", "pp", "dp", "ep"), [(1, 1, 1, 1), (2, 3, 4, 1), (2, 3, 4, 2), (2, 3, 4, 4), (1, 1, 8, 8)]
 )
 def test_every_byte_is_written_once(tp: int, pp: int, dp: int, ep: int, zero: int) -> None:
-    """Against a model of who holds what, rank by rank: each rank's pieces, and who among equals writes or reads."""
+    """Against a model of the distribution, rank by rank: each rank's pieces, and which equal rank writes or reads."""
     written: dict[int, float] = {}
     read = 0.0
     for stage, data in itertools.product(range(tp * pp), range(dp)):
@@ -247,7 +247,7 @@ def test_the_best_interval_is_the_maximum_of_the_expected_goodput(ratio: float) 
     cost, mttf = ratio * 7440, 7440.0
     best = best_interval(cost, mttf)
     assert best > cost
-    # Where it is flat to the last digit, its derivative still is not: (1 - (i - c) / m) exp(i / m) = 1.
+    # If it is flat to the last digit, its derivative still is not: (1 - (i - c) / m) exp(i / m) = 1.
     x, dump = best / mttf, cost / mttf
     assert dump - x - math.expm1(-x) == pytest.approx(0, abs=1e-15 + 1e-12 * dump)
     top = expected_goodput(best, cost, mttf, 60)
@@ -340,7 +340,7 @@ LARGE: dict[str, Any] = {"accelerators": 24_000, "mttf_gpu": 49_600 * HOUR}
 
 
 def by_hand(lengths: list[float], interval: float, cost: float, restart: float, lag: float) -> float:
-    """Training kept, second by second: what the simulation says in one line, told as a story."""
+    """The kept training, second by second: the simulation's result in a step-by-step form."""
     trained = 0.0
     for length in lengths:
         clock = restart
@@ -363,7 +363,7 @@ def test_only_what_a_durable_checkpoint_holds_is_kept() -> None:
 
 @pytest.mark.parametrize("shape", [0.7, 1.0, 3.0])
 def test_each_accelerator_lives_as_long_as_it_should(shape: float) -> None:
-    """One accelerator, replaced again and again: its lives are the gaps, and they have the mean that was asked for."""
+    """One accelerator, replaced repeatedly: the gaps are its lives, with the requested mean."""
     lengths = np.concatenate(
         [gaps(np.random.default_rng([2, run]), 1, 100.0, 100_000.0, shape)[:-1] for run in range(20)]
     )
@@ -413,7 +413,7 @@ def test_the_best_interval_agrees_with_daly_where_the_formula_holds(cost: float,
 
 @pytest.mark.parametrize("cost", [0.5, 50.0, 500.0, 5000.0])
 def test_the_interval_that_auto_mode_takes_is_the_best(cost: float) -> None:
-    """Also where a checkpoint takes two thirds of the MTTF and Young is far off."""
+    """Even if a checkpoint takes two thirds of the MTTF and Young's formula is far off."""
     found = simulate(**LARGE, cost=cost, restart=120.0)
     chosen = found.mark("best_interval")
     assert chosen.interval == best_interval(cost, found.mttf, 120.0)
@@ -429,7 +429,7 @@ def test_young_parts_from_the_simulation_where_checkpoints_are_dear() -> None:
 
 @pytest.mark.parametrize(("restart", "lag"), [(0.0, 0.0), (600.0, 0.0), (60.0, 300.0)])
 def test_the_plans_goodput_is_that_of_the_simulation_everywhere(restart: float, lag: float) -> None:
-    """Daly's complete model is exact for failures at random: within five standard errors, also beyond the MTTF.
+    """Daly's complete model is exact for random failures: within five standard errors, even beyond the MTTF.
 
     The simulation does not count the interval that the end cuts short: half of one in 90 days.
     """
@@ -451,7 +451,7 @@ def test_the_first_order_formula_parts_where_the_interval_is_no_longer_small() -
 
 
 def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
-    """A large cluster fails almost at random, whatever one accelerator does, at the rate that it shows."""
+    """A large cluster fails almost at random at its rate, for any behaviour of one accelerator."""
     found = simulate(**LARGE, cost=50.0, shape=0.7, runs=40)
     assert found.mttf < 0.6 * 124 * 60
     assert found.best == pytest.approx(found.mark("best_interval").interval, rel=0.1)
@@ -504,9 +504,9 @@ PUBLISHED = {
     "llama3-405b": (5290, 5, (8, 32, 2), 1, 512),
     "llama3-1t": (18000, 500, (8, 64, 2), 1, 1024),
 }
-#: What MLPerf's guidelines say of single processes, in GiB, cut to two digits: first and last rank.
+#: Figures of MLPerf's guidelines for single processes, in GiB, cut to two digits: first and last rank.
 RANKS = {"llama3-70b": (14.23, 14.23), "llama3-405b": (11.8, 8.85)}
-#: What they say of the eight processes of its subset mode, in GiB, rounded to one.
+#: Their figures for the eight processes of the subset mode, in GiB, rounded to one.
 EIGHT = {"llama3-8b": 105, "llama3-70b": 114, "llama3-405b": 94, "llama3-1t": 161}
 #: The architectures that they list.
 ARCHITECTURES = {
@@ -607,7 +607,7 @@ def test_llama_3_405b_is_about_5_tb() -> None:
 
 @pytest.mark.parametrize(("mttf_hours", "published"), [(24, 117), (6, 57), (0.25, 9.1)])
 def test_dalys_own_examples(mttf_hours: float, published: float) -> None:
-    """Figures 3 to 5 of his paper: a dump of 5 minutes, and what his model predicts, in minutes."""
+    """Figures 3 to 5 of his paper: a dump of 5 minutes, and his model's predictions in minutes."""
     digits = 1 if published < 10 else 0
     found = daly(5 * 60, mttf_hours * 3600) / 60
     assert round(found, digits) == published

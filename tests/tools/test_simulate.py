@@ -1,4 +1,4 @@
-"""``fastckpt plan --simulate``: what it says, what it takes, and what it refuses."""
+"""``fastckpt plan --simulate``: its output, its options, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/sizing.md: every command on the page is run, and shows what the page says."""
+"""docs/sizing.md: every command on the page is run, and its output matches the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
 
 
 def commands() -> list[tuple[str, str]]:
-    """The page's commands and what it shows for each, in order; ``cat`` shows a file that later ones read."""
+    """The page's commands and their outputs, in order; ``cat`` shows a file that later commands read."""
     blocks = re.findall(r"^```console\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     found = []
     for block in blocks:

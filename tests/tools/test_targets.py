@@ -1,4 +1,4 @@
-"""The grammar of targets, as the package takes it; the core and fastckpt-top are tested with the same table."""
+"""The grammar of targets in the package; the core and fastckpt-top are tested with the same table."""
 
 from __future__ import annotations
 

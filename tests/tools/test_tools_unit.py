@@ -1,4 +1,4 @@
-"""Parts of the tools that no command shows by itself: scores, shares, room, ranks and the raw device of ``bench``,
+"""Internal parts of the tools: scores, shares, room, ranks and the raw device of ``bench``,
 figures of ``diff`` in pieces, names and shares of runs, and the options behind ``--help``.
 """
 
@@ -46,7 +46,7 @@ def test_the_slowest_rank_counts():
 
 
 def test_the_slowest_throughput_need_not_be_the_longest_time():
-    """Shares differ: who has much to write takes longest, and may be the fastest all the same."""
+    """Shares differ: a rank with much to write takes longest, but may still be the fastest."""
     found = scores.score([[sample(2.0, 8 * GB), sample(1.0, GB)]])
     assert found["seconds"]["median"] == 2.0
     assert found["gigabytes_per_second"]["median"] == pytest.approx(4.5)

@@ -91,7 +91,7 @@ def joined(rank, number, group=77, waits_for=None, size=3):
 
 
 def moving(rank, now, rate, wait="disk", share=0.97, *, start=0.0, **values):
-    """Let a rank have moved bytes at a rate since its start, while its threads waited for something a share of it."""
+    """Let a rank have moved bytes at a rate since its start, while its threads waited for a share of the time."""
     elapsed = now - start
     rank.op(int(rate * elapsed), start=start, **({"total": 100 * GB} | values))
     for index in range(rank.count):

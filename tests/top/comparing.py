@@ -1,4 +1,4 @@
-"""Compares what the monitor shows with what there is to show: each output is read as its users read it."""
+"""Compares the monitor's outputs with the truth: each output is read like its users read it."""
 
 from __future__ import annotations
 
@@ -273,6 +273,6 @@ class Comparison:
                 self.same(f"{where} row of {row.process.pid}", shown, row.states)
             else:
                 shown.remove(found)
-        # Who ended before its eyes stays for a while.
+        # A process that ended during its watch stays for a while.
         gone = {one.pid for one in job.processes if not one.alive and not self.truth.again(one)}
         self.same(f"{where} more rows", [row for row in shown if row[0] not in gone or row[1] != "exit"], [])

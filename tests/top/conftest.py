@@ -1,4 +1,4 @@
-"""What the monitor's tests share: a recording of the demonstration, processes that pretend to save, the command."""
+"""Fixtures of the monitor's tests: a recording of the demonstration, processes that pretend to save, the command."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def producer(place):
 
 @pytest.fixture
 def top(place):
-    """Runs the command as users do, without a terminal."""
+    """Runs the command like a user, without a terminal."""
 
     def run(*args, timeout=60, **options):
         env = os.environ | {"FASTCKPT_TOP_DIR": str(place), "PYTHONIOENCODING": "utf-8"} | options.pop("env", {})

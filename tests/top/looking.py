@@ -1,4 +1,4 @@
-"""How tests look: at the demonstration, its clock in their hand, and at what comes when it comes."""
+"""Looks of tests: at the demonstration with a manual clock, and at real events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def end(children):
 
 
 def demo(seconds_into=0.0, model=None, sinks=()):
-    """A live session of the demonstration, its clock in our hand."""
+    """A live session of the demonstration, with a manual clock."""
     clock = Clock()
     source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
     return clock, Live(source, model or Model(), list(sinks))

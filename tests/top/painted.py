@@ -1,4 +1,4 @@
-"""Rows and frames made by hand, for the tests of what is painted."""
+"""Rows and frames made by hand, for the tests of painting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a played history do: ranks save as they are told and report it, and the command looks at them.
+"""The processes of a played history: ranks save on command and report it, and the monitor's command looks at them.
 
 They are forks of one warm process (:mod:`harness.zygote`), which runs these functions as ``top.played:NAME``.
 """
@@ -21,7 +21,7 @@ NAMED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FASTCKPT_TOP_T
 
 
 def rank(channel, *, environment):
-    """Save and drain as told, and report what each report says."""
+    """Save and drain on command, and send the contents of each report."""
     for name in NAMED:
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -31,7 +31,7 @@ def rank(channel, *, environment):
 
 
 def save(path, size, fill, step=None, limit=None, base=None, room=None):
-    """What a save of so many bytes reports; with `room`, where no file may be larger."""
+    """The report of a save of so many bytes; `room` limits the size of files."""
     state = {"weights": np.full(size, fill, np.uint8)}
     metadata = {} if step is None else {"step": step}
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -52,7 +52,7 @@ def save(path, size, fill, step=None, limit=None, base=None, room=None):
 
 
 def moving(report):
-    """Seconds of a save that lie within what its counters call its time; the report has what is around that, too."""
+    """Seconds of a save within the time of its counters; the report also has the time around that."""
     return report.phases["write"] + report.phases["fsync"]
 
 
@@ -79,7 +79,7 @@ def drain(kept, path, remote, size, fill, step, limit):
 
 
 def command(channel, *, arguments):
-    """Run the monitor's command; its exit status, and what it prints."""
+    """Run the monitor's command; returns its exit status and output."""
     from fastckpt_top.cli import main
 
     os.environ.pop("FASTCKPT_TOP_TARGET", None)

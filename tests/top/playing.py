@@ -1,4 +1,4 @@
-"""Plays jobs by real processes, each act awaited, and keeps what happened and what each process reports of it."""
+"""Plays jobs with real processes, waits for each act, and keeps the events and the processes' reports."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from producer import BASES, LAYOUT
 
 MB = 10**6
 SLOW = 20_000
-"""Bytes/s at which a save of megabytes is still at work whenever one looks."""
+"""Bytes/s at which a save of megabytes outlasts every look."""
 WRITE, DRAIN = 3, 10
 """Phases of docs/telemetry.md 5.3."""
 
 
 @dataclass
 class Part:
-    """What one process did in one operation, as it reported it, or that it was killed in it.
+    """One operation of one process, by its report, or a kill in it.
 
     Attributes:
         process: Whose.
@@ -33,13 +33,13 @@ class Part:
 
     @property
     def planned(self):
-        """Whether its size is known: what may not write so much fails before."""
+        """Whether its size is known: a process with a file size limit fails before."""
         return self.outcome in ("ok", "running", "died")
 
 
 @dataclass
 class Operation:
-    """What the ranks of a job did together; `begun` and `ended` count what happens in a history."""
+    """A common operation of a job's ranks; `begun` and `ended` count the events of a history."""
 
     job: Job
     kind: str
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass
 class Job:
-    """What one launcher started."""
+    """The processes of one launcher."""
 
     name: str
     launch: int
@@ -103,7 +103,7 @@ class Process:
 
 
 class Play:
-    """Plays jobs, and keeps what happened."""
+    """Plays jobs, and keeps the events."""
 
     def __init__(self, children, place, directory, rng):
         self._children, self._place, self._directory, self.rng = children, place, directory, rng
@@ -123,7 +123,7 @@ class Play:
         job.processes += [Process(self._children, self._place, job, number) for number in ranks]
 
     def save(self, job, label, same=None, held=(), failing=()):
-        """The living ranks save together; `same` is the label of what they saved before, if nothing has changed."""
+        """The living ranks save together; `same` is the label of their previous save, if nothing has changed."""
         step = int(label[5:]) if label.startswith("step-") else None
         operation = Operation(job, "save", label, step, self.now())
         job.operations.append(operation)
@@ -167,7 +167,7 @@ class Play:
             process.parts.append((operation, operation.parts[-1]))
 
     def kill(self, process):
-        """SIGKILL; it dies in the operation that it is at, if there is one."""
+        """SIGKILL; it dies in its current operation, if there is one."""
         process.child.kill()
         process.alive = False
         for operation, part in process.parts:
@@ -183,7 +183,7 @@ class Play:
             process.alive = False
 
     def over(self):
-        """Nothing stays behind."""
+        """End everything."""
         for job in self.jobs:
             for process in job.living:
                 process.child.kill()

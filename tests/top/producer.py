@@ -1,4 +1,4 @@
-"""A producer of segments that knows docs/telemetry.md and nothing else: it takes each offset from the page's tables.
+"""A producer of segments based only on docs/telemetry.md: it takes each offset from the page's tables.
 
 As a program it saves a checkpoint that does not exist: ``python producer.py DIR --rank 0 --rate 1e9 --total 2e10``.
 """
@@ -116,7 +116,7 @@ class Image:
 
 
 class Published(Image):
-    """A segment that is locked and mapped as docs/telemetry.md 3 tells, so that it dies with this process."""
+    """A segment that is locked and mapped as in docs/telemetry.md 3, so that it ends with this process."""
 
     def __init__(self, place, **header):
         name = f"{os.getpid()}-{start_ticks()}.seg"

@@ -1,4 +1,4 @@
-"""Jobs that are started again, that wrappers start, and between which the user goes; recordings of them."""
+"""Jobs that are restarted, jobs started by wrappers, and switches between jobs; recordings of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def saver(place):
 
 
 def test_ranks_below_shells_of_their_own_are_one_job(saver, place, tmp_path):
-    """Mutant: each has a launcher of its own, so each is a job."""
+    """Mutant: each has its own launcher, so each is a job."""
     for number in range(3):
         environment = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
         child = saver(tmp_path / str(number) / "step-1", wrapped=True, **environment)
@@ -64,7 +64,7 @@ def test_ranks_below_shells_of_their_own_are_one_job(saver, place, tmp_path):
 
 
 def test_equal_ranks_below_shells_are_apart_and_so_are_those_of_another_time():
-    """Nobody can tell which ranks of two jobs of one name belong together. Mutant: they are mixed."""
+    """The ranks of two jobs of one name are indistinguishable. Mutant: they are mixed."""
 
     def jobs(*ranks):
         return sorted(job.ranks for job in look(Model(), 1.0, *ranks).jobs)
@@ -80,7 +80,7 @@ def test_equal_ranks_below_shells_are_apart_and_so_are_those_of_another_time():
 
 
 def test_a_job_that_is_started_again_without_a_rank_has_no_dead_row(saver, place, tmp_path, top):
-    """Mutant: without a rank, who died stays beside who was started in its place."""
+    """Mutant: without a rank, a dead process stays beside its replacement."""
     first = saver(tmp_path / "a", 20_000)
     assert eventually(lambda: list(place.glob("*.seg")))
     assert eventually(lambda: [row["state"] for row in once(place)["ranks"]] == ["write"])
@@ -104,7 +104,7 @@ def test_who_died_while_another_of_the_name_was_at_work_stays():
 
 
 def test_the_numbers_of_jobs_do_not_change_under_the_user():
-    """Mutant: a job has the number of its place, and whoever begins to save comes first."""
+    """Mutant: a job has the number of its place, and the job that begins to save comes first."""
     ranks = [Rank(0).of(job=name, launch=number, pid=number) for number, name in enumerate("abc", 1)]
     model = look(Model(), 1.0, *ranks)
 
@@ -122,7 +122,7 @@ def test_the_numbers_of_jobs_do_not_change_under_the_user():
 
 
 def test_both_figures_of_an_operation_count_the_rank_that_failed_early():
-    """As `FSYNC 75 %` beside `0.60/0.60 GB`. Mutant: a rank that never knew its size has none."""
+    """Like `FSYNC 75 %` beside `0.60/0.60 GB`. Mutant: a rank that never knew its size has none."""
     ranks = [Rank(0).of(rank=number, pid=number) for number in range(4)]
     for number, one in enumerate(ranks):
         one.op(0 if number == 3 else GB, Phase.FAILED if number == 3 else Phase.FSYNC, total=0 if number == 3 else GB)
@@ -133,7 +133,7 @@ def test_both_figures_of_an_operation_count_the_rank_that_failed_early():
 
 
 def test_an_end_that_nobody_knows_has_its_reason():
-    """Mutants: it is `--:--`; what has ended is incomplete."""
+    """Mutants: it is `--:--`; an ended operation is incomplete."""
     model, one = Model(), Rank()
     assert look(model, 0.5, one.op(GB)).main.no_eta == "just begun"
     for tick in range(2, 9):
@@ -157,7 +157,7 @@ def test_only_a_save_is_durable():
 
 
 def test_a_replay_begins_at_the_first_operation(tmp_path):
-    """Mutant: it begins with whatever pause was recorded before it."""
+    """Mutant: it begins with the pause that was recorded before it."""
     path = tmp_path / "r.jsonl"
     clock, session = demo(26.0)
     session.sinks.append(Recorder(str(path)))
@@ -174,7 +174,7 @@ def test_a_replay_begins_at_the_first_operation(tmp_path):
 
 
 def test_a_recording_has_a_largest_size_and_goes_on_in_a_new_file(tmp_path):
-    """Mutants: it grows without an end; the file that follows lacks what was told in the one before."""
+    """Mutants: it grows without bound; the next file lacks facts of the previous one."""
     for name, other in (("r.jsonl", "r.1.jsonl"), ("z.jsonl.gz", "z.1.jsonl.gz")):
         path = tmp_path / name
         clock, session = demo(0.0)

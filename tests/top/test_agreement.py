@@ -30,7 +30,7 @@ MB = 10**6
 ROOT = Path(__file__).parents[2]
 SIZES = [(200, 60), (120, 30), (80, 24)]
 
-# Saves as it is told, an object a line, and says what the save reports.
+# Saves on command, one JSON object per line, and prints the save's report.
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -73,7 +73,7 @@ class Trainer:
         self.child.stdin.flush()
 
     def save_for_long(self, path, step=None):
-        """Begin a save that lasts for a minute: longer than a test needs that ends it."""
+        """Begin a save of a minute, longer than the test that ends it."""
         self.save(path, 120 * MB, 2 * MB, step)
 
     def end(self):
@@ -109,7 +109,7 @@ class Monitor:
         self._writer = LineWriter(self.lines)
 
     def look(self):
-        """Look once; what it then says is the same everywhere."""
+        """Look once, and check that all outputs agree."""
         self.model.update(self.feed.poll())
         self._writer.write(self.model)
         self.agree()
@@ -178,12 +178,12 @@ class Monitor:
 
 
 def reported(ranks, began):
-    """The reports of ranks that were told to save at a moment, and how long that has been."""
+    """The reports of ranks that began to save at a moment, and the time since then."""
     return [rank.told() for rank in ranks], time.monotonic() - began
 
 
 def possible(average, reports, waited):
-    """Whether it may be the average of ranks with these reports, for which one waited so long.
+    """Whether it may be the average of ranks with these reports, over this time.
 
     A busy machine may let one begin after the other, and answer late. So their save took at least as long as the
     slowest of them wrote, and at most as long as they were waited for.
@@ -193,7 +193,7 @@ def possible(average, reports, waited):
 
 
 def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
-    """The same label again, as `last` without a step: what has ended is not part of what runs."""
+    """The same label again, such as `last` without a step: an ended save is not part of a running one."""
     ranks = train(2)
     watched = Monitor(place, 40 * MB)
     for rate in (0, 20 * MB):
@@ -209,7 +209,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         assert model.main.done == pytest.approx(sum(one["bytes"] for one in reports), rel=0.001), "with headers"
         assert model.past.checkpoints[-1].average == pytest.approx(model.main.average, rel=0.001)
         assert len(model.past.checkpoints) == 2
-    # The real commands, on what has ended and changes no more, say what this model says.
+    # After the end, the real commands agree with this model.
     asked = ["--target", "0.04GB/s"]
     table, checked, told = (top(*words, *asked) for words in (["--once"], ["--check"], ["--once", "--json"]))
     assert [line for line in table.stdout.splitlines() if "last" in line] == [
@@ -231,7 +231,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         now, target = text.rates(model.main.rate, 80 * MB)
         assert model.main.sentence.words[0] == f"held at {now} of {target} GB/s by bandwidth_limit"
         assert model.main.average < 9 * MB
-    # In a second of two looks a busy disk may be all that is waited for.
+    # In a second of two looks, a busy disk may be the only wait.
     checked = eventually(lambda: done if "; held at" in (done := top("--check", *asked)).stdout else None)
     assert checked.returncode == 1
     assert checked.stdout.startswith("BELOW TARGET: save last (running): ")

@@ -267,7 +267,7 @@ def test_zoom_and_graph():
 
 
 def two_jobs(model):
-    """Put half of the ranks into a job of their own, which is in trouble."""
+    """Put half of the ranks into a separate job, which is in trouble."""
     (job,) = model.jobs
     sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed",))
     model.jobs = [job, replace(job, key="b", name="bert", pid=77, sentence=sentence, since=job.since + 1)]
@@ -504,7 +504,7 @@ def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monke
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["--demo", *options]) == 0
     assert seen == [wanted]
-    # Mutant: the handler stays, and the next SIGTERM ends a program that called this as Ctrl-C would.
+    # Mutant: the handler stays, and the next SIGTERM ends a calling program like Ctrl-C.
     assert signal.getsignal(signal.SIGTERM) == before
 
 

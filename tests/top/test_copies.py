@@ -1,4 +1,4 @@
-"""Drains, copies and fetches as operations, by real processes: how much is left, where the last step is safe."""
+"""Drains, copies and fetches as operations of real processes: the remaining bytes, and where the last step is safe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SIZE = 4_000_000
 
-# Each line is a statement; says `ok`, or the name of what it raised. Ends with its input.
+# Each line is a statement; prints `ok`, or the name of the exception. Ends with its input.
 PROGRAM = """
 import sys
 import numpy as np
@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 class Program:
-    """A process that does as it is told."""
+    """A process that follows commands."""
 
     def __init__(self, place, tmp_path):
         command = [sys.executable, "-c", PROGRAM.replace("SIZE", str(SIZE))]
@@ -176,7 +176,7 @@ def test_a_failed_drain_fails_the_gate_and_its_next_attempt_does_not(program, pl
 
 
 def test_a_copy_and_a_fetch_are_operations_and_say_nothing_of_what_is_safe(program, place, tmp_path):
-    """Mutant: what is copied out of the remote tier is a load."""
+    """Mutant: a copy from the remote tier counts as a load."""
     one = program()
     one.manage(0)
     one.do("manager.save(5, state)")
@@ -203,7 +203,7 @@ def copied(done, phase=Phase.DRAIN, kind=Kind.DRAIN, **values):
 
 
 def test_a_copy_that_moves_nothing_for_long_is_stalled_and_one_that_waits_for_other_nodes_is_not():
-    """A store may take a while for a part. Mutants: as soon as a save is; never; also when its own share is done."""
+    """A store may take a while for a part. Mutants: as early as for a save; never; even after its own share."""
     model = Model()
 
     def stalled(now, done):

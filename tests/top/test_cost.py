@@ -1,4 +1,4 @@
-"""What the monitor costs, and how soon it is there.
+"""The costs of the monitor, and its start-up time.
 
 As a program it measures, where nothing else runs, what the tests can only count: the share of a core that the screen
 takes for 64 ranks of 8 threads, at two looks a second. It has to be below 8 %.
@@ -64,7 +64,7 @@ def counting():
 
 
 def test_a_look_at_64_ranks_of_8_threads_takes_few_calls():
-    # Two looks per second, of 138,000 calls each, were 0.07 of a core where this was measured: this bar is a tenth.
+    # Two looks per second, of 138,000 calls each, took 0.07 of a core when measured: this bar is a tenth of a core.
     class Counted(Live):
         looks = 0
         enough = asyncio.Event()
@@ -109,7 +109,7 @@ def test_reading_8_segments_takes_few_calls(place):
 
 
 def test_a_first_look_at_many_operations_takes_calls_in_proportion():
-    """As ``--all-users`` finds on a node that keeps the pages of the dead: each has saved at a path of its own."""
+    """Like ``--all-users`` on a node that keeps the segments of the dead: each has saved to a separate path."""
 
     def calls_of(count):
         ranks = [Rank().op(end=0.5).named(f"step-{each}").of(job=f"job-{each}", pid=each) for each in range(count)]
@@ -151,7 +151,7 @@ def test_the_first_picture_costs_little_more_than_the_import_of_textual(producer
         os.close(master)
         code = "import textual.app; print(open('/proc/self/schedstat').read().split()[0])"
         textual.append(int(subprocess.check_output([sys.executable, "-c", code])) / 1e9)
-    # 1.8 to 2.0 where this was measured.
+    # Measured: 1.8 to 2.0.
     assert min(picture) < 3 * min(textual)
 
 

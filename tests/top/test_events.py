@@ -1,4 +1,4 @@
-"""What happened, by job, and said once where it happens again and again."""
+"""Events by job; repeated events are shown once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def texts(model):
 
 
 def stutter(model, ranks, times, who):
-    """Ranks that stand still for three seconds, and go on, so many times; the others go on all the time."""
+    """Ranks that repeatedly stop for three seconds; the others go on all the time."""
     now, done, beat = 0.5, GB // 100, 0
     look(model, now, *(rank.op(done, total=100 * GB) for rank in ranks))
     for _ in range(times):

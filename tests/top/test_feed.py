@@ -1,4 +1,4 @@
-"""Finding and reading segments: liveness as the lock says it, and directories in which someone means harm."""
+"""Finding and reading segments: liveness by the lock, and malicious directories."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_only_old_files_of_dead_processes_are_swept(place, producer, tmp_path):
 
 
 def test_both_clocks_are_read_before_the_segments(place, monkeypatch):
-    """However long a look takes on a busy machine, an operation began when it began."""
+    """The duration of a look on a busy machine does not change the start of an operation."""
     now = [100.0]
     shm = ShmFeed([str(place)], mono=lambda: now[0], real=lambda: now[0] + 1e9)
 

@@ -1,4 +1,4 @@
-"""The monitor as a gate and an alarm, on real saves: what is judged, what is counted, what nobody can judge."""
+"""The monitor as a gate and an alarm, on real saves: verdicts, counts, and unknown results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from painted import frame
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-# Obeys: path, bandwidth limit (0 for none) and base (empty for none) of each save, one a line. Ends with its input.
+# Reads path, bandwidth limit (0 for none) and base (empty for none) of each save, one per line. Ends with its input.
 SAVER = """
 import json, resource, sys
 import numpy as np
@@ -41,11 +41,11 @@ for line in sys.stdin:
         print(report.bytes, flush=True)
 """
 SLOW = 20_000
-"""Bytes/s at which a save of 4 MB is still at work whenever one looks."""
+"""Bytes/s at which a save of 4 MB outlasts every look."""
 
 
 class Saver:
-    """A process that saves as it is told."""
+    """A process that saves on command."""
 
     def __init__(self, place, job, launch, rank=None, size=4_000_000, world=0):
         environment = os.environ | {"FASTCKPT_TOP_DIR": str(place), "FASTCKPT_JOB": job}
@@ -63,7 +63,7 @@ class Saver:
         return self
 
     def save(self, path, **options):
-        """Save, and say what it says."""
+        """Save, and return its report."""
         return self.begin(path, **options).child.stdout.readline().strip()
 
     def over(self):
@@ -123,7 +123,7 @@ def test_the_dead_of_another_launch_hide_no_job_and_are_named_where_the_others_a
     shown = top("--once").stdout
     assert [line.split(":")[0] for line in shown.splitlines() if line.startswith("job ")] == ["job second", "job first"]
     assert shown.splitlines()[-1] == last
-    # The last that died is judged, as the others are.
+    # The last dead process is judged like the others.
     died(place, saver("late", 4), tmp_path / "l")
     judged = top("--check", "0")
     assert judged.returncode == 1
@@ -145,7 +145,7 @@ def test_each_of_many_jobs_that_ended_is_judged(place, top):
 
 
 def test_a_job_that_ended_keeps_its_place_while_another_one_saves_often(saver, place, tmp_path):
-    """What the living one saved long ago is forgotten. Mutants: it pushes out the other's; all of it is kept."""
+    """Old saves of the living process are forgotten. Mutants: they push out the other's; all of them are kept."""
     ended, living = saver("ended", 1), saver("living", 2)
     model, feed = Model(), ShmFeed([str(place)])
     model.update(feed.poll())
@@ -206,7 +206,7 @@ def test_what_had_nothing_to_write_is_told_as_an_event():
     look(model, 1.0, rank.op(0, total=0, start=0.5))
     look(model, 2.0, rank.op(0, Phase.DONE, total=0, start=0.5, end=1.5))
     assert [event.text for event in model.events][-1] == "save step-1 done in 1.0 s: nothing to write"
-    # A rank's part in what the others write is one thing, the save another.
+    # A rank's part in the others' writes differs from the save.
     look(model, 3.0, rank, Rank(1).op(GB, Phase.DONE, total=GB, start=0.5, end=1.5))
     assert not model.main.empty
 
@@ -225,7 +225,7 @@ def test_a_failed_save_says_what_is_true_whether_or_not_there_was_another(saver,
 
 
 def test_where_another_ranks_own_save_went_well_something_was_replaced():
-    """Each rank has a checkpoint of its own. Mutant: nothing was replaced, whatever the others did."""
+    """Each rank has a separate checkpoint. Mutant: nothing was replaced, whatever the others did."""
     ranks = [Rank(0).op(GB), Rank(1).op(0, Phase.FAILED, end=1.0, error=28)]
     model = look(Model(), 2.0, *ranks)
     assert model.main.sentence.words[0] == "rank 1: ENOSPC in step-1: nothing was replaced"

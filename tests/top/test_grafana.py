@@ -1,4 +1,4 @@
-"""docs/grafana.json asks for what the monitor writes, and the command of the guide writes it."""
+"""docs/grafana.json uses metrics of the monitor, and the guide's command writes them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
 GUIDE = (DOCS / "monitoring.md").read_text(encoding="utf-8")
 PANELS = BOARD["panels"]
-#: What Prometheus adds to each sample.
+#: The labels that Prometheus adds to each sample.
 ADDED = {"instance"}
-#: Of PromQL, beside names of metrics and labels.
+#: Words of PromQL besides names of metrics and labels.
 WORDS = {"time", "max", "sum", "count", "rate", "increase", "histogram_quantile", "by", "and", "or", "vector"}
 
 
@@ -37,7 +37,7 @@ def written():
 
 
 def asked(expression):
-    """The metrics of an expression, each with the labels that it asks for; and the labels that it groups by."""
+    """The metrics of an expression, each with its label filters, and the labels of its grouping."""
     text = re.sub(r"\[\$__(?:rate_interval|range)\]", "", expression)
     grouped = {name for listed in re.findall(r"\bby \(([^)]*)\)", text) for name in listed.split(", ")}
     rest = re.sub(r"\bby \([^)]*\)", "by", text)
@@ -64,7 +64,7 @@ def test_each_metric_and_label_is_written(written, expression, legend):
     for name, labels in metrics.items():
         assert name in written
         assert labels <= written[name] | ADDED
-    # A label that one of two operands lacks would join nothing.
+    # A label that one of two operands lacks would match nothing.
     common = set.intersection(*(written[name] for name in metrics)) | ADDED
     assert grouped <= common
     assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= (grouped or common)
@@ -109,7 +109,7 @@ def test_the_alerts_of_the_guide_ask_for_what_is_written(written, number, groups
 def test_the_command_of_the_guide_writes_the_file(producer, top, tmp_path):
     (command,) = re.findall(r"^    fastckpt-top (.*--prometheus.*) >/dev/null$", GUIDE, re.MULTILINE)
     arguments = [tmp_path / "x.prom" if word.endswith(".prom") else word for word in shlex.split(command)]
-    # Whatever else runs on this machine is not the test's.
+    # Other processes on this machine are not part of the test.
     arguments.remove("--all-users")
     producer()
     done = top(*arguments, "--count", 1)

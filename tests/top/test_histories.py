@@ -1,4 +1,4 @@
-"""Drawn histories: what the monitor shows, wherever it attaches, is what a plain list of what happened says."""
+"""Drawn histories: wherever the monitor attaches, its output agrees with a plain list of the events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAST = demo._past(0, 0)[0]
 
 @dataclass
 class Part:
-    """What one process does in one operation."""
+    """One process's part in one operation."""
 
     op_id: int
     label: str
@@ -80,7 +80,7 @@ class Process:
                     ),
                 )
             )  # fmt: skip
-        # What a segment holds.
+        # The contents of a segment.
         for part in [one for one in begun[-64:] if now >= one.end and one.fate != "died"]:
             record = replace(
                 PAST, op_id=part.op_id, kind=1, result=1 if part.fate == "done" else 2, bytes=part.done(now),
@@ -142,7 +142,7 @@ JOBS = st.fixed_dictionaries(
 
 
 def made(jobs) -> World:
-    """What happens in a drawn world: a launch ends with its first failure, or its last save."""
+    """The events of a drawn world: a launch ends with its first failure, or its last save."""
     world = World()
     number = 0
     for job in jobs:
@@ -167,7 +167,7 @@ def made(jobs) -> World:
                     victim = save["victim"] % len(ranks)
                     fates = ["failed"] * len(ranks)
                     fates[victim] = save["fate"]
-                    # It happens once all have come, and the others learn it a little later.
+                    # It happens after all have come, and the others learn of it a little later.
                     ends[victim] = max(max(starts) + 0.125, ends[victim])
                     known = ends[victim] + 0.125
                     ends = [ends[victim] if rank == victim else known for rank in range(len(ranks))]
@@ -210,7 +210,7 @@ def check_now(world: World, model: Model, now: float, attached: float) -> None:
 
 
 def check_jobs(world: World, model: Model, now: float) -> None:
-    """Jobs are what was launched together, and all that judge an operation say the same."""
+    """Processes launched together are a job, and all verdicts on an operation agree."""
     launch = {f"process-{process.pid}": process.launch for process in world.processes}
     there = {key: launch[key] for key in model.job_of}
     keys = {job: {model.job_of[key] for key in there if there[key] == job} for job in there.values()}
@@ -347,7 +347,7 @@ def attended(world, moments):
 
 
 def test_who_begins_while_another_dies_unseen_is_part_of_the_same_attempt():
-    """When a rank died is only known to lie between two looks, and its last byte may be older."""
+    """A rank's death is only known to be between two looks, and its last byte may be older."""
     dead = Process(11, 0, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
     late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 13.5, 14.25, "failed", 9000 * MB)])
     world = start_of(dead, late)
@@ -359,7 +359,7 @@ def test_who_begins_while_another_dies_unseen_is_part_of_the_same_attempt():
 @pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("moments", [(12.5, 14.5, 15.5, 17.0, 18.5), (12.5, 18.5), (18.5,)])
 def test_a_rank_that_died_and_was_started_again_at_once_has_two_attempts(moments, rank):
-    """By the same launcher, under the same name, and before anybody would call it another operation."""
+    """By the same launcher, under the same name, and before it would count as another operation."""
     dead = Process(11, rank, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
     again = Process(12, rank, "train", 1, 0, 14.5, parts=[Part(1, "last", -1, 15.0, 18.0, "done", 9000 * MB)])
     world = start_of(dead, again)
@@ -371,7 +371,7 @@ def test_a_rank_that_died_and_was_started_again_at_once_has_two_attempts(moments
 
 
 def test_a_rank_that_begins_late_and_fails_is_in_the_checkpoint_of_its_operation():
-    """It was seen at it with the others, whose records had been taken in before."""
+    """It was seen in the operation with the others, whose records had been read before."""
     first = Process(11, 0, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 12.0, 13.0, "done", MB)])
     late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 15.0, 20.0, "failed", MB)])
     world = start_of(first, late)

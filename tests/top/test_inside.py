@@ -1,4 +1,4 @@
-"""What the page says of moments that only a program which reaches inside of fastckpt can hold.
+"""Statements of the page about moments that only a program with access to internals can hold.
 
 A save is on the page from the copy of its state on, and the page and the save's own report tell the same story.
 """
@@ -24,7 +24,7 @@ from harness import zygote
 MB = 10**6
 SIZE = 30 * MB
 
-# Saves in one of several ways. The copy of the state waits for a line, which says how it goes on.
+# Saves in one of several ways. The copy of the state waits for a line with the next action.
 PROGRAM = """
 import json, os, sys, time
 import numpy as np
@@ -103,7 +103,7 @@ def program(place, tmp_path):
 
 
 class Watch:
-    """What a monitor knows of the one process in a directory."""
+    """A monitor's data about the only process in a directory."""
 
     def __init__(self, place):
         self.feed = ShmFeed([str(place)])
@@ -132,7 +132,7 @@ def tell(child, word=""):
 
 
 def agrees(watch, report):
-    """The monitor, live and from the history, says what the report says."""
+    """The monitor, live and from the history, agrees with the report."""
     proc = watch.look()
     assert watch.row.state == "DONE"
     assert watch.row.average == pytest.approx(report["bytes"] / report["seconds"], rel=0.05)
@@ -150,7 +150,7 @@ def test_the_copy_is_phase_stage_and_counts_as_time_of_the_save(program, watch, 
     assert op.step == (-1 if way == "lazy" else 7)
     row = watch.row
     assert (row.state, row.stalled_s, row.rate, row.average) == ("STAGE", None, None, None)
-    # Long against what the write takes.
+    # Long compared with the write.
     assert eventually(lambda: time.monotonic_ns() - op.t_start_mono_ns > 10**9)
     tell(child)
     report = json.loads(child.stdout.readline())

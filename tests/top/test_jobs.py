@@ -1,4 +1,4 @@
-"""Jobs: which processes are one, what is counted by job, and how one is chosen."""
+"""Jobs: their processes, their counts, and their selection."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_jobs_that_run_come_first_and_those_that_are_over_stay_newest_first():
     model = look(Model(), 5.0, busy, idle)
     assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False), ("busy", 0, False)]
     assert [op.job_key for op in model.ops] == ["idle:7", "busy:8"]
-    # Beside another one that lives, too, and not for ever.
+    # Even beside a living job, and not forever.
     other = Rank(2).of(job="other", launch=3, pid=9)
     assert [job.name for job in look(model, 6.0, busy, idle, other).jobs] == ["idle", "busy", "other"]
     assert [job.name for job in look(model, 603.2, busy, idle, other).jobs] == ["idle", "other"]
 
 
 def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
-    """As on a machine where a test suite kills processes by the hundred."""
+    """Like on a machine where a test suite kills hundreds of processes."""
     dead = [Rank(0).of(job="-c", launch=1 + index % 3, rank=-1, pid=100 + index) for index in range(121)]
     for index, one in enumerate(dead):
         one.op(GB, start=index / 100, slot=index % 5).thread(0, last_progress_mono_ns=int(2e9))
@@ -111,7 +111,7 @@ def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
 
 
 def test_a_rank_that_died_stays_beside_those_of_its_job_that_live():
-    """Whatever job ended after that. Mutant: it is one of other launches."""
+    """Regardless of the job that ended after that. Mutant: it is one of other launches."""
     dead, alive = (Rank(rank).of(job="train.py", launch=9, pid=7 + rank) for rank in (0, 1))
     dead.op(GB, start=1.0).thread(0, last_progress_mono_ns=int(2e9))
     dead.proc = replace(dead.proc, alive=False, touched=1e9)

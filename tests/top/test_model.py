@@ -417,7 +417,7 @@ def test_groups_that_save_alike_at_once_are_two_operations():
     assert [op.ranks for op in model.ops] == [2, 2]
 
 
-# What attaching late, dying and starting again must not do to the figures.
+# A late attach, deaths and restarts must not change the figures.
 
 
 def test_an_operation_that_ended_does_not_join_the_running_one_of_the_same_name():
@@ -669,7 +669,7 @@ def test_what_a_process_warns_of_is_an_event_once():
     def told():
         return [(event.level, event.text.partition(": ")[2]) for event in model.events if "differ" in event.text]
 
-    # It came before anybody looked.
+    # It came before the first look.
     assert told() == []
     rank.proc = replace(rank.proc, process=replace(old, warned=2, warning="ranks differ in w and 3 more"))
     for at in (2.5, 3.0):

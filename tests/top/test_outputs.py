@@ -40,7 +40,7 @@ TYPES = {
 
 
 def wrong(value, schema, where="$"):
-    """What in `value` breaks the schema: the part of JSON Schema that ours uses, and no key that it does not name."""
+    """Violations of the schema in `value`: the used part of JSON Schema, without unknown keys."""
     if "anyOf" in schema:
         tries = [wrong(value, one, where) for one in schema["anyOf"]]
         return min(tries, key=len)
@@ -143,7 +143,7 @@ def test_nothing_found_is_3(top):
 def test_check_judges_the_running_operation(producer, top):
     producer("--rate", 1e9)
     time.sleep(0.5)
-    # Far less than its rate: it writes down what it has done when the processor is its own.
+    # Far less than its rate: it records its progress only when it gets the processor.
     good = top("--check", "--target", "0.1GB/s")
     assert (good.returncode, good.stdout[:3]) == (0, "ok:")
     bad = top("--check", "--target", "high")
@@ -442,7 +442,7 @@ def test_the_segments_themselves(producer, top, place):
 
 
 def test_names_of_files_do_not_steer_the_terminal(top, place):
-    """Anybody may lay a file into a shared directory."""
+    """Any user may put a file into a shared directory."""
     nasty = "77-\x1b]0;title\x07\x9b2J\u202e.seg"
     Image(pid=77, rank=5).write(place, nasty)
     (place / f"1{nasty}").write_bytes(b"nonsense")

@@ -1,4 +1,4 @@
-"""Pictures of the screen: what is text, what is drawn, and that librsvg renders them as they are meant."""
+"""Pictures of the screen: text, shapes, and their rendering by librsvg."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import svg as picture  # noqa: E402 - it is found only from here on
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = TerminalTheme((0, 0, 0), (255, 255, 255), [(0, 0, 0)] * 8)
 IN_ANY_FONT = set("·…→←↑↓−×±≥≤–—°")  # noqa: RUF001  (meant)
-"""What every font for terminals has, beyond ASCII."""
+"""Characters beyond ASCII that every terminal font has."""
 
 SMALL = """\
 <?xml version="1.0" encoding="UTF-8"?>
@@ -187,7 +187,7 @@ def test_librsvg_renders_it(tmp_path, zoom):
 
 
 def tool(name, *arguments):
-    """Run a tool, which finds no other program: what it is given is all that it may draw from."""
+    """Run a tool that finds no other program, so that it draws only from its input."""
     command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60, env={**os.environ, "PATH": ""})
 

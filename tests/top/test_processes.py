@@ -1,4 +1,4 @@
-"""What the kernel says of processes, and what a save says of its waits and of what it was refused; all of it real."""
+"""Real facts of the kernel about processes, and of saves about their waits and fallbacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ fastckpt.save(state, path, io=io, files=files)
 
 
 class Clock:
-    """A clock that stands `step` later at each look: nobody has to wait until the kernel is asked again."""
+    """A clock that advances by `step` at each look, so that the kernel is asked again without a wait."""
 
     def __init__(self, step=PROBE_S):
         self.now = 0.0
@@ -154,7 +154,7 @@ def test_users_have_names_where_they_are_known_here():
     assert user_of(uid, uid) == pwd.getpwuid(uid).pw_name
     nobody = 4_000_000_000
     assert user_of(nobody, nobody) == str(nobody), "no such user"
-    # In a container's user namespace it is user 0, and here its files are another's.
+    # In a container's user namespace it is user 0, and here another user owns its files.
     assert user_of(0, 100_000) == "0"
     assert user_of(2**40, 2**40) == str(2**40), "whatever a segment says"
 
@@ -173,7 +173,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
     with mounts.mount("ext4") as point, saving(place, point / "step-7", 30 * MB, 3 * MB, FASTCKPT_IO="threads"):
         assert eventually(lambda: shm.poll().procs)
         assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
-        # Not the process as a whole: the thread that answers for it waits for its workers, as it should.
+        # Not the whole process: its main thread waits for its workers, as it should.
         assert only(shm.poll()).state in ("R", "S")
         subprocess.run(["fsfreeze", "-f", str(point)], check=True)
         try:
@@ -184,7 +184,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
 
 
 def held_up(shm, place, hang, state):
-    """The one rank, and its sentence, 5 looks of a second each after all workers came to stand still in a state."""
+    """The only rank, and its sentence, 5 looks of a second each after all workers stopped in a state."""
     assert eventually(lambda: shm.poll().procs)
     assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
     model = Model()
@@ -213,7 +213,7 @@ SMALL = {"FASTCKPT_BLOCK_SIZE": str(1 << 20), "FASTCKPT_QUEUE_DEPTH": "2"}
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has(shm, place, engine):
-    """A loop device, whose file is behind a process that stands still. Mutant: only where a worker is `D`."""
+    """A loop device whose file is behind a stopped process. Mutant: only if a worker is `D`."""
     with mounts.mount("fuse") as behind:
         image = behind / "image"
         with image.open("wb") as file:
@@ -225,14 +225,14 @@ def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has
         ):
             row, said = held_up(shm, place, mounts.unanswering(behind), ThreadState.IO)
     assert (row.engine, row.direct, row.state, row.wait_kind) == (engine, True, "STALL", "disk")
-    # With io_uring a thread may sleep uninterruptibly, too: where the kernel has no request left for what it submits.
+    # With io_uring a thread may also sleep uninterruptibly, if the kernel has no free request.
     assert engine == "uring" or row.process_state == "D"
     assert re.fullmatch(r"pid \d+: the storage has not answered for \d s", said.words[0])
 
 
 @pytest.mark.root
 def test_a_worker_that_waits_for_a_page_waits_for_memory_and_not_for_the_storage(shm, place, tmp_path):
-    """Its tensors are in a mapped file, which does not answer. Mutant: whoever is `D` waits for the storage."""
+    """Its tensors are in a mapped file, which does not answer. Mutant: every thread in `D` waits for the storage."""
     with mounts.mount("fuse") as behind:
         (behind / "tensors").write_bytes(bytes(90 * MB))
         with saving(place, tmp_path / "step-7", 90 * MB, 3 * MB, TENSORS=str(behind / "tensors"), **SMALL):
@@ -300,7 +300,7 @@ def test_the_page_says_what_was_refused_and_why(place, tmp_path, how, refused, n
 
 
 def test_time_in_fsync_is_told_apart_from_the_disk(place, tmp_path):
-    """Mutant: a worker's fsync counts as a request on its way, too."""
+    """Mutant: a worker's fsync also counts as a request in flight."""
     needs.tool("strace", "strace")
     log, delay = tmp_path / "log", "inject=fsync,fdatasync:delay_enter=400000"
     wrap = ("strace", "-f", "-o", str(log), "-e", "trace=fsync,fdatasync", "-e", delay)

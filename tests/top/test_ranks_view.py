@@ -1,4 +1,4 @@
-"""The ranks on the screen: their order, their columns at every width, what a row says."""
+"""The ranks on the screen: their order, their columns at every width, their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn histories of jobs, played by real processes: all that the monitor shows is what the saves' reports say.
+"""Drawn histories of jobs, played by real processes: the monitor's outputs agree with the saves' reports.
 
 The gate plays each fifth of them; ``FASTCKPT_TEST_RUNS=all`` plays all.
 """
@@ -56,7 +56,7 @@ def begun(play, name, least=1):
 
 
 def closed(play, job):
-    """It ends in order, or in the middle of nothing, or goes on."""
+    """The job ends in order, ends between operations, or goes on."""
     how = play.rng.choice(("ends", "ends", "is killed", "stays"))
     if how == "is killed":
         for process in job.living:
@@ -74,7 +74,7 @@ def ends_well(play, name):
 
 
 def fails(play, name):
-    """A rank may not write so much; perhaps it saves again."""
+    """A rank has a file size limit; perhaps it saves again."""
     job = yield from begun(play, name)
     play.save(job, "step-7", failing=job.living[-1:])
     yield
@@ -223,7 +223,7 @@ def target_of(truth, rng):
     ended = [one for one in truth.operations if one.average]
     known = sorted((one.average.least / one.gpus, one.average.most / one.gpus) for one in ended)
     gaps = [(low * high) ** 0.5 for (_, low), (high, _) in itertools.pairwise(known) if 2 * low < high]
-    # How fast a running save is only the time tells; slower than any of these.
+    # The rate of a running save is unknown, but slower than any of these.
     slow = any(one.running and not one.copies for one in truth.operations)
     between = [] if slow else [gap for gap in gaps if all(most < gap or least > gap for least, most in known)]
     return rng.choice([*between, *between, 1e12, *([] if slow else [1.0])])
@@ -231,7 +231,7 @@ def target_of(truth, rng):
 
 def screens(session, jobs, alive):
     """The application's text, job by job, and the history."""
-    # Whether a process lives is asked once a second.
+    # Liveness is checked once a second.
     assert eventually(lambda: session.tick() or session.model.node.alive == alive)
     app = TopApp(session, Ui(interval=60.0))
     found = []
@@ -250,7 +250,7 @@ def screens(session, jobs, alive):
 
 
 def judge(warm, place, play, session, top, seed):
-    """All outputs say what is so: four from a first look, and the screen, which has been there from the beginning."""
+    """Check that all outputs are true: four from a first look, and the screen, which has run from the beginning."""
     truth = Truth(play.jobs)
     if not truth.operations:
         return

@@ -18,7 +18,7 @@ from harness import mounts, needs
 
 MB = 10**6
 
-# Says when it is ready, saves when told to, says what it reports, and ends when told to.
+# Reports that it is ready, saves on command, prints the report, and ends on command.
 TRAINER = """
 import json, os, sys
 import numpy as np
@@ -127,7 +127,7 @@ def test_a_throttled_save_is_watched_from_begin_to_end(trainer, place, tmp_path)
 
     middle = [rank["Bps"] for rank in saves if rank["state"] == "write" and 0.3 < rank["progress"] < 0.95]
     assert middle
-    # A busy machine may be slower than the limit, and stand still now and then.
+    # A busy machine may be slower than the limit, and stop now and then.
     assert max(middle) > 0.8 * report["bytes"] / report["phases"]["write"]
     assert sorted(middle)[len(middle) // 2] < 40 * MB * 1.2
 
@@ -151,7 +151,7 @@ def test_bandwidth_limit_is_kept_within_a_tenth(tmp_path):
     state = {"weights": np.zeros(100 * MB, np.uint8)}
     for io in ("uring", "threads", "buffered"):
         rates = []
-        # Never faster; and as fast as that where the machine lets it, once in a few times.
+        # Never faster; and, if the machine permits it, that fast in one of a few attempts.
         while not rates or (max(rates) < 45 * MB and len(rates) < 5):
             report = fastckpt.save(state, tmp_path / "limited", io=fastckpt.IO(io, bandwidth_limit=50 * MB))
             rates.append(report.bytes / report.phases["write"])
@@ -300,7 +300,7 @@ def test_a_directory_that_cannot_be_used_costs_the_counters_and_nothing_else(kin
         place.mkdir(mode=0o700)
         place.chmod(0o777 if kind == "open to others" else 0o500)
     if kind == "read-only" and os.geteuid() == 0:
-        # Root is not kept out by a mode.
+        # A mode does not keep root out.
         with mounts.mount("tmpfs", size=1 << 20, options="mode=700") as point, mounts.read_only(point):
             save_with_counters_in(point, tmp_path)
         return

@@ -1,4 +1,4 @@
-"""The sentence: who holds an operation back and why, in each situation that a user meets."""
+"""The sentence: which rank holds an operation back and why, in each situation."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_stalled_rank_and_what_its_state_says(state, words):
     ],
 )
 def test_a_stalled_rank_waits_for_what_its_workers_last_began(workers, letter, beats, flags, words):
-    """Mutants: the letter alone decides; a request on its way is the storage's, whoever stands still."""
+    """Mutants: only the letter decides; a request in flight is blamed on the storage, whichever process is stopped."""
     model, rank = Model(HIGH), Rank(0)
     watch(model, [rank], lambda _, rank, now: moving(rank, now, GB), end=3.0)
     (op,) = rank.proc.operations
@@ -393,7 +393,7 @@ def test_the_copy_of_an_asynchronous_save():
     assert (row.state, row.progress, model.main.progress, model.main.done) == ("STAGE", 0.4, 0.4, 0)
     assert "stage 40%" in lines.table(model)
 
-    # Of two ranks one writes: it is the copy that the figure is of, as long as the phase is called so.
+    # One of two ranks writes: the figure is of the copy as long as that is the phase.
     ranks = [Rank(0), Rank(1).op(3 * GB, Phase.WRITE)]
     each(0, ranks[0], 4.0)
     model = look(Model(HIGH), 4.0, *ranks)

@@ -21,7 +21,7 @@ from fastckpt_top.views.paint import Frame
 from fastckpt_top.views.state import Ui
 from painted import frame, plain, rank, thread
 
-# Saves, says what it reports, and ends when told to.
+# Saves, prints its report, and ends on command.
 SAVER = """
 import json, sys
 import numpy as np
@@ -47,7 +47,7 @@ def saved(place, tmp_path):
 
 
 def looked(place):
-    """What a monitor that has just been started knows."""
+    """The data of a monitor that has just started."""
     feed, model = ShmFeed([str(place)]), Model()
     model.update(feed.poll())
     feed.close()
@@ -55,7 +55,7 @@ def looked(place):
 
 
 def test_the_averages_of_the_threads_stay_when_a_real_save_has_ended_and_when_its_process_has(saved, place, tmp_path):
-    """Mutants: a thread without a rate of now has none; who starts late sees advice in place of the last save."""
+    """Mutants: a thread without a current rate has none; a late start shows advice in place of the last save."""
     child, (size, seconds) = saved
     for state in ("DONE", "EXIT"):
         model = looked(place)
@@ -96,7 +96,7 @@ def test_the_pane_says_what_the_share_of_a_thread_is():
 
 @pytest.mark.parametrize("size", [(40, 8), (40, 10), (59, 15), (80, 24)], ids=str)
 def test_without_a_pane_the_slowest_thread_of_the_slowest_rank_has_a_line(size):
-    """Mutants: it is the first thread, or the first rank's."""
+    """Mutants: it is the first thread, or rank 0's."""
     assert re.search(r"rank 1 w1[:,] 0\.20(/| of )0\.38( GB/s)? 53%", shown(two_ranks(Model()), size))
 
 
@@ -111,7 +111,7 @@ def test_at_64_ranks_each_has_its_threads_as_cells_and_a_word_says_their_scale()
 
 
 def test_no_figure_is_cut_to_another_one():
-    """As a target of 0.75 to 0. Mutant: the label over the bars is cut where it does not fit."""
+    """Like a target of 0.75 to 0. Mutant: the label over the bars is cut if it does not fit."""
     for size in range(1, 41):
         for target in (0.75e9, 0.375e9, 24e9, 123.4e9, 1e12):
             words = {0.75e9: "0.75", 0.375e9: "0.38", 24e9: "24", 123.4e9: "123.4", 1e12: "1000"}[target]

@@ -1,4 +1,4 @@
-"""The real program in a real terminal: tmux draws it, and we read what is on the screen."""
+"""The real program in a real terminal: tmux draws it, and the tests read the screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux
 
 
 class Terminal:
-    """A tmux server of our own with one window."""
+    """A separate tmux server with one window."""
 
     def __init__(self, place, name):
         self.socket = f"fastckpt-top-{os.getpid()}-{name}"
@@ -34,7 +34,7 @@ class Terminal:
         self.tmux("-f", "/dev/null", "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), command)
 
     def shell(self, *args):
-        """Start it from a shell that knows jobs, which a signal to stop needs."""
+        """Start it from a shell with job control, which a stop signal needs."""
         self.tmux("-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", "bash --norc -i")
         program = " ".join([sys.executable, "-m", "fastckpt_top", "--no-config", *args])
         self.keys(f"env -u LINES -u COLUMNS {program}", "Enter")
@@ -166,7 +166,7 @@ def test_inline_stays_under_the_prompt(terminal):
 
 
 def test_a_terminal_that_goes_without_a_signal_ends_it(place):
-    """Its controlling terminal is another one or none, as under a program that has lost its user."""
+    """Its controlling terminal is another one or none, like under a program without a user."""
     ours, its = os.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "FASTCKPT_TOP_DIR": str(place)}
     command = [sys.executable, "-m", "fastckpt_top", "--demo"]

@@ -1,4 +1,4 @@
-"""What is painted, as text.
+"""The painted screen, as text.
 
 FASTCKPT_TOP_GOLDEN=write writes the golden screens anew: look at them before you keep them.
 """

@@ -53,7 +53,7 @@ def test_the_wheel_installs_alone_and_shows_a_job(tmp_path, producer, place):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"fastckpt_top/py.typed", "fastckpt_top/schema.json", "fastckpt_top/views/live.py"} <= set(names)
     assert all(name.startswith("fastckpt_top") for name in names)
-    # Without a pip of its own, which takes longer to install than the wheel.
+    # Without its own pip, which takes longer to install than the wheel.
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     done = subprocess.run(

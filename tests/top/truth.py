@@ -1,4 +1,4 @@
-"""What is to be shown of a played history: by what happened, the reports of the saves and docs/monitoring.md alone."""
+"""The expected outputs for a played history: from its events, the saves' reports and docs/monitoring.md alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 MOST = 40_010_000
 """Bytes of a rank, as long as they are not known."""
 HEADERS = 8192
-"""Bytes that the headers of a save's files take at most: a save that did not end well reports none."""
+"""The most bytes of the headers of a save's files: a failed save does not report them."""
 
 
 @dataclass
 class Bounds:
-    """A figure that lies between two that were measured around it."""
+    """A figure between two measurements."""
 
     least: float
     most: float
@@ -62,7 +62,7 @@ class Shown:
 
     @property
     def how(self):
-        """How it ended, in the history: nothing if well."""
+        """Its end in the history: nothing after a success."""
         bad = next((part.outcome for part in self.parts if part.outcome not in ("ok", "died")), "")
         return "died" if self.died else f"failed: {bad}" if bad else ""
 
@@ -77,7 +77,7 @@ class Shown:
         return last - first, max(lasts - firsts, *(one["least"] for one in told), 1e-6)
 
     def reaches(self, target):
-        """Whether it reaches a target per GPU; of a running one it is known that it is slow."""
+        """Whether it reaches a target per GPU; a running one is known to be slow."""
         if self.average is None:
             return False
         wanted = target * self.gpus
@@ -88,7 +88,7 @@ class Shown:
         return not self.failed and (self.empty or self.copies or self.reaches(target))
 
     def said(self, target, safe):
-        """The beginning of its sentence, as a pattern, and its level; None where it runs and the time decides."""
+        """The beginning of its sentence, as a pattern, and its level; None if it runs and the time decides."""
         where = f" in {self.label}"
         if self.died:
             end = "cannot be completed" if self.running else "was not completed"
@@ -134,7 +134,7 @@ def gb(count):
 
 
 class Row(NamedTuple):
-    """A process's part in an operation that is shown, and the states that it may be shown in."""
+    """A process's part in a shown operation, and its possible states."""
 
     process: Process
     operation: Operation
@@ -143,7 +143,7 @@ class Row(NamedTuple):
 
 
 class Truth:
-    """What is to be shown now, to whoever looks for the first time."""
+    """The expected outputs of a first look now."""
 
     def __init__(self, jobs):
         self.jobs = [job for job in jobs if job.operations]
@@ -165,7 +165,7 @@ class Truth:
         return [process for process in job.processes if process.alive and process.parts]
 
     def again(self, process):
-        """Whether a process that is gone has been started again since, in its job or with all of it."""
+        """Whether an ended process has been started again since, alone or with its whole job."""
 
         def took_its_place(other):
             later = other.parts and other.parts[0][0].begun > process.parts[-1][0].ended
@@ -204,7 +204,7 @@ class Truth:
         return [one for one in operations if one.running or (one.operation.job.launch, one.copies) not in running]
 
     def rows(self, job):
-        """Its rows, in the order of ranks: all that a process is at or died in, else what it did last."""
+        """Its rows, in the order of ranks: the operations in which a process is or died, else its last one."""
         last = max(job.operations, key=lambda one: (not one.running, one.ended))
         busy = {part.process for one in job.operations if one.running for part in one.parts}
         members = set() if self.alive(job) else {part.process for part in last.parts}
@@ -234,7 +234,7 @@ class Truth:
         return {"done", "idle"} if part.process.alive else {"exit"}
 
     def counts(self, job):
-        """Its processes that live or died, and those that live."""
+        """Its living and dead processes, and the living ones."""
         alive = len(self.alive(job))
         return alive + len({row.process for row in self.rows(job) if row.states == {"dead"}}), alive
 
@@ -255,7 +255,7 @@ class Truth:
         return found
 
     def safely(self, one, tick):
-        """The words of a sentence for where the last step is safe; its times are those of the tick."""
+        """The text for where the last step is safe; its times are those of the tick."""
         safe = self.safe(one.operation.job)
         if "local" not in safe or not ("remote" in safe or one.copies):
             return ""
@@ -266,7 +266,7 @@ class Truth:
         return f"last step safe at: local {at['local']}, remote {there}"
 
     def key(self, job):
-        """As whoever sees all of it for the first time calls it."""
+        """Its name in a first look at everything."""
         first = min((process for process in job.processes if process.parts), key=_place)
         return f"{job.name}:{first.pid}"
 

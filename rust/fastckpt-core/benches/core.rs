@@ -1,4 +1,4 @@
-//! What costs CPU and needs no device: counters, plan, manifest, checksum. `cargo bench -p fastckpt-core`.
+//! CPU costs without a device: counters, plan, manifest, checksum. `cargo bench -p fastckpt-core`.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -26,7 +26,7 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
     (0..count).map(tensor).collect()
 }
 
-/// One completion: everything that a worker writes for a block. The bar is 50 ns.
+/// One completion: all counters that a worker writes for a block. The bar is 50 ns.
 fn counters(c: &mut Criterion) {
     let operation =
         Operation::begin(Kind::Save, Path::new("/nowhere/bench"), Call::default(), &Environment::default());
@@ -122,7 +122,7 @@ fn manifests(c: &mut Criterion) {
     group.finish();
 }
 
-/// Copies a part of a state to a message and sums it on the way.
+/// Copies a part of a state to a message and sums it in the same pass.
 fn packed(message: &mut [u8], part: &[u8]) -> u64 {
     let mut sum = Filled::default();
     for at in (0..part.len()).step_by(PASS) {
@@ -153,7 +153,7 @@ fn checksums(c: &mut Criterion) {
     });
     group.finish();
 
-    // A rank packs messages of 1 MiB out of a state: what their checksums cost is the difference.
+    // A rank packs messages of 1 MiB from a state: the difference is the cost of their checksums.
     let mut message = vec![0u8; 1 << 20];
     let mut group = c.benchmark_group("message");
     group.throughput(Throughput::Bytes(256 << 20)).sample_size(20);

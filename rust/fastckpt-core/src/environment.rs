@@ -4,7 +4,7 @@
 
 use std::ffi::{OsStr, OsString};
 
-/// Every variable that the core knows.
+/// Every variable that the core uses.
 const NAMES: [&str; 20] = [
     "FASTCKPT_AGGREGATE",
     "FASTCKPT_BLOCK_SIZE",
@@ -33,7 +33,7 @@ const NAMES: [&str; 20] = [
 pub struct Environment(Vec<(&'static str, OsString)>);
 
 impl Environment {
-    /// Looks up every variable that the core knows.
+    /// Looks up every variable that the core uses.
     pub fn of(look_up: impl Fn(&str) -> Option<OsString>) -> Self {
         let value = |name| look_up(name).filter(|value| !value.is_empty());
         Self(NAMES.into_iter().filter_map(|name| Some((name, value(name)?))).collect())

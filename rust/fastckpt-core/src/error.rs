@@ -92,18 +92,18 @@ pub enum Error {
     /// Another rank, or another part of this one, failed; the mail of this rank was stopped.
     #[error("the exchange with other ranks was stopped: {0}")]
     Stopped(String),
-    /// Bytes of another rank are not the ones that it sent.
+    /// Bytes of another rank differ from what it sent.
     #[error("{0}")]
     Altered(String),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
-    /// A worker panicked. This is a bug in fastckpt; nothing became visible.
+    /// A worker panicked. This is a bug in fastckpt. No checkpoint became visible.
     #[error("a worker thread panicked, please report this bug: {0}")]
     Panic(String),
 }
 
-/// What became of a save whose storage does not answer.
+/// The outcome of a save whose storage does not answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
     /// It was given up, and nothing of it gets the checkpoint's name.
@@ -121,14 +121,14 @@ impl Error {
         move |source| Self::Io { operation, path, source: source.into() }
     }
 
-    /// A transfer that failed. `strict` demands direct I/O, so a refusal of direct I/O is then the failure.
+    /// The error of a failed transfer. With `strict`, only direct I/O is allowed, so its refusal is the failure.
     #[must_use]
     pub fn transfer(operation: &'static str, path: &Path, error: std::io::Error, strict: bool) -> Self {
         let refused = strict && error.raw_os_error() == Some(libc::EINVAL);
         Self::io(if refused { DIRECT } else { operation }, path)(error)
     }
 
-    /// Direct I/O was demanded and `path` cannot do it.
+    /// Direct I/O was required and `path` does not support it.
     #[must_use]
     pub fn no_direct(path: &Path) -> Self {
         Self::io(DIRECT, path)(std::io::Error::from_raw_os_error(libc::EINVAL))
@@ -147,7 +147,7 @@ impl Error {
         }
     }
 
-    /// Whether the failure is that the process, or the machine, has as many files open as it may.
+    /// Whether the process or the machine has reached its limit of open files.
     #[must_use]
     pub fn wants_descriptors(&self) -> bool {
         matches!(self.errno(), Some(libc::EMFILE | libc::ENFILE))
@@ -186,16 +186,16 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// The operation whose failure means that the parent of the target path is missing and cannot be made.
+/// The operation whose failure means that the parent of the target path does not exist and cannot be created.
 pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
-/// The operation whose failure means that direct I/O was demanded and is not available.
+/// The operation whose failure means that direct I/O was required and is not available.
 const DIRECT: &str = "use direct I/O on";
 
-/// The operation whose failure means that direct I/O was demanded of an object store.
+/// The operation whose failure means that direct I/O was required for an object store.
 pub(crate) const DIRECT_OVER_NETWORK: &str = "read with direct I/O";
 
-/// The operation that takes over a file of another checkpoint.
+/// The operation that links a file of another checkpoint.
 pub(crate) const LINK: &str = "link";
 
 /// The operation whose failure means that the process cannot map any more memory.
@@ -211,17 +211,17 @@ fn cause(source: &std::io::Error) -> String {
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
         Some(libc::EINVAL) if operation == DIRECT_OVER_NETWORK => {
-            ": what is in an object store comes over the network; give io=\"auto\""
+            ": an object store is read over the network; use io=\"auto\""
         }
         Some(libc::EINVAL) if operation == DIRECT => {
-            ": its file system refuses it; io=\"auto\" goes through the page cache there"
+            ": its file system does not support it; io=\"auto\" uses the page cache there"
         }
         Some(libc::ENOENT) if operation == OPEN_PARENT => ": it may be a symbolic link that leads nowhere",
         Some(libc::ENOTDIR) => ": a part of the path is a file",
-        Some(libc::EACCES) => ": see who owns it, and its mode",
+        Some(libc::EACCES) => ": check its owner and its mode",
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
-        Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
+        Some(libc::EFBIG) => ": the process has a file size limit (see `ulimit -f`)",
         Some(libc::ENOMEM) if operation == MAP => {
             ": load without mmap=True, or allow the process more mappings (sysctl vm.max_map_count) or addresses \
              (`ulimit -v`)"
@@ -232,11 +232,11 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EXDEV) if operation == LINK => ": it is on another file system",
         // An overlay cannot rename directories of its lower layers.
         Some(libc::EXDEV) => {
-            ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
+            ": it is in a layer of a container image and cannot be replaced: save to another name, or to a \
              volume"
         }
-        Some(libc::EAGAIN) => ": the kernel refused it for two seconds; it may be short of memory",
-        Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
+        Some(libc::EAGAIN) => ": the kernel refused it for two seconds; the machine may be short of memory",
+        Some(libc::EIO) => ": the device failed, so treat these bytes as lost",
         _ => "",
     }
 }
@@ -245,15 +245,15 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
 fn hangs(operation: &str, path: &Path, seconds: f64, end: Given) -> String {
     let end = match end {
         Given::Up => {
-            "the save was given up, and nothing of it gets the checkpoint's name. Its threads and buffers stay until the \
-             storage answers: look after that, save elsewhere, or allow more time with IO(deadline=...)"
+            "the save was given up, and nothing of it gets the checkpoint's name. It keeps its threads and buffers until the \
+             storage answers: check the storage, save elsewhere, or allow more time with IO(deadline=...)"
         }
         Given::UpAtTheEnd => {
-            "the save was given up while the checkpoint was getting its name: once the storage answers, the new one may \
-             be there, whole, or the old one. Look after the storage, or save elsewhere"
+            "the save was given up while the checkpoint was getting its name: once the storage answers, either the \
+             new or the old checkpoint is there, whole. Check the storage, or save elsewhere"
         }
         Given::NotBegun => {
-            "an earlier save to this directory was given up for that, and this one has not begun. Look after the \
+            "an earlier save to this directory was given up for this reason, and this save has not begun. Check the \
              storage, or save elsewhere"
         }
     };

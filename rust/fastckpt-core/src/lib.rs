@@ -4,7 +4,7 @@
 //! blocks and move them to the disk through a backend. [`commit`] makes the result durable and visible. [`save`] and
 //! [`read`] connect these parts. `docs/format.md` describes the format, and the code cites its sections.
 //!
-//! The crate does not know about Python. All unsafe code is under `sys`.
+//! The crate is independent of Python. All unsafe code is under `sys`.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 

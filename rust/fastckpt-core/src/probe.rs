@@ -1,4 +1,4 @@
-//! The abilities of this process in a directory, found by trying: the facts for `fastckpt doctor`. The caller judges
+//! What works for this process in a directory, found by trials: the facts for `fastckpt doctor`. The caller judges
 //! them.
 //!
 //! An answer is an errno: 0 if the feature works, none if it was not tried. The ring, the engine and the files are
@@ -31,8 +31,8 @@ use crate::telemetry::layout::Segment;
 
 /// The size of the trial file in bytes: enough for a few large pages.
 const TRIAL: usize = 256 << 10;
-/// How many direct writes to watch at least, and for how long: one write may be too quick. On a busy machine the watching
-/// thread may get no core: it has to have looked so often in the middle of a write, unless that takes too long.
+/// How many direct writes to watch at least, and for how long: a single write may be too quick. On a busy machine the
+/// watching thread may get no core, so it must look this often during writes, unless that takes too long.
 const WATCHED_LEAST: usize = 4;
 const WATCH: Duration = Duration::from_millis(30);
 const LOOKS: usize = 100;
@@ -46,7 +46,7 @@ pub type Answer = Option<i32>;
 /// Whether a ring is available.
 #[derive(Debug, Clone)]
 pub struct Ring {
-    /// Why a save cannot have one; none if it can.
+    /// Why a save cannot use a ring; none if it can.
     pub refused: Option<Fallback>,
     /// The result of a plain `io_uring_setup`.
     pub setup: i32,
@@ -60,7 +60,7 @@ pub struct Ring {
 /// A step that fails in the directory, so that nothing else can be tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
-    /// The operation that was tried, as in "cannot ... DIR".
+    /// The failed operation, for the text "cannot ... DIR".
     pub operation: &'static str,
     /// The errno of the failure.
     pub errno: i32,
@@ -135,10 +135,7 @@ pub fn run(directory: &Path, options: &Options) -> Probe {
     }
 }
 
-#[expect(
-    clippy::unnecessary_wraps,
-    reason = "whoever asks stores it where the question may also not be asked"
-)]
+#[expect(clippy::unnecessary_wraps, reason = "callers store it where there may also be no probe")]
 fn system<T>(outcome: rustix::io::Result<T>) -> Answer {
     Some(outcome.err().map_or(0, Errno::raw_os_error))
 }
@@ -333,7 +330,7 @@ mod tests {
     #[test]
     fn the_kernel_itself_answers_a_call_without_a_ring() {
         let [_, enter, register] = ring_calls();
-        // If a filter or a kernel without io_uring answers instead, both calls say so.
+        // If a filter or a kernel without io_uring answers instead, both calls show it.
         let hidden = [libc::EPERM, libc::ENOSYS, libc::EACCES];
         assert!(enter == libc::EBADF || hidden.contains(&enter), "{enter}");
         assert!([libc::EBADF, libc::EINVAL].contains(&register) || hidden.contains(&register), "{register}");

@@ -1,4 +1,4 @@
-//! Callbacks that bring and take bytes: how often they are called, with what, and whose memory they get.
+//! Callbacks that supply and take bytes: how often they are called, with which ranges, and whose memory they get.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::Range;
@@ -49,7 +49,7 @@ fn filler(calls: &Calls) -> Fill {
     })
 }
 
-/// Takes what comes, and compares it. Each byte must come once.
+/// Takes all bytes and compares them. Each byte must come once.
 fn drainer(calls: &Calls, sizes: &[u64]) -> (Drain, Arc<Mutex<Vec<Vec<bool>>>>) {
     let seen: Vec<_> = sizes.iter().map(|&size| vec![false; size as usize]).collect();
     let (calls, seen) = (Arc::clone(calls), Arc::new(Mutex::new(seen)));
@@ -190,7 +190,7 @@ fn tensors_from_memory_and_callbacks_share_blocks_and_shards() {
             let fill = filler(&calls);
             let mut contents = pulled(&sizes, &fill);
             for index in [1, 3, 7, 8] {
-                // Copied into staging buffers, through a callback of its own.
+                // Copied into staging buffers, through a separate callback.
                 let bytes = host[index].clone();
                 contents[index] = Content::each(move |start, to| {
                     to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);

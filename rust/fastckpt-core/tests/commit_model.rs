@@ -3,35 +3,35 @@
 //!
 //! **State**: a parent directory that gives names to directories, and processes that remember what they saw. One step
 //! is one operation on the file system (shards and the manifest's content are one, as are the last two of a removal).
-//! The search is breadth first over all interleavings, so that a counterexample is a shortest one.
+//! The search is breadth first over all interleavings, so that a counterexample is the shortest.
 //! - A saver builds (`Workspace::create`, `furnish`: `Mkdir`, `Create`), looks at the target (`take_the_name`,
 //!   `taken_aside`: `Look` to `AdoptCarry`), takes its name (`replace`, `give_back`: `Swap` to `BackAgain`;
 //!   `replace_in_two_steps`: `Swap`, `Rename` to `TakenClaim`), and removes what it displaced (`leftovers::remove`: a
-//!   claim, `First` to `Unclaim`). The later saver begins when all others have ended, and sweeps all there is before
-//!   and after.
-//! - A sweeper looks at any one left-over (`leftovers::sweep`, `examine`, `is_superseded`: `Pick` to `OldClaim`).
+//!   claim, `First` to `Unclaim`). The later saver begins after all others end, and sweeps everything before and
+//!   after its save.
+//! - A sweeper examines a single leftover (`leftovers::sweep`, `examine`, `is_superseded`: `Pick` to `OldClaim`).
 //! - A loader opens by name and reads by descriptor (`Open` to `Named`), or recovers (`recover`: `Recover` to
 //!   `PutBack`).
-//! - The user moves away or removes what has the name, or puts a directory of his own there.
+//! - The user moves away or removes what has the name, or puts another directory there.
 //!
 //! **Variants**: with and without `RENAME_EXCHANGE`; up to two kills; death that cannot be proven; one wrong judgement
-//! of death, as locks can lie; look-ups that answer what was true before (NFS).
+//! of death, because locks can mislead; look-ups with outdated answers (NFS).
 //!
 //! **Not modelled**: the directories above, which a save makes before its first step; files that a save was given, which
 //! it seals like shards and does not carry over; power cuts (the fault campaign replays them; the model takes each
-//! rename as durable), failing operations, locks as such (a judgement is right or wrong), the 30 s and 5 s deadlines
-//! (they may pass at any moment), look-ups that are stale by more than one generation, listings that tear.
+//! rename as durable), failing operations, the locks themselves (a judgement is right or wrong), the 30 s and 5 s
+//! deadlines (they may pass at any moment), look-ups that are stale by more than one generation, listings that tear.
 //!
-//! **Accepted**, as each takes several coincidences:
+//! **Accepted**, because each needs several coincidences:
 //! - A saver adopts an old checkpoint whose owner lives and publishes, is killed before it notices, and the user
-//!   removes the name: the old one comes back (`State::published`).
-//! - The user's directory took the name between the two renames: the old checkpoint stays under `.old-`, not found but
-//!   whole.
-//! - A wrong judgement takes the workspace of a save that stands between its two renames: the same, and the next save
-//!   does not carry over from there. When the sweeper is killed in the middle of that, and it held a directory of the
+//!   removes the name: the old checkpoint comes back (`State::published`).
+//! - The user's directory takes the name between the two renames: the old checkpoint stays under `.old-`, whole but
+//!   not found.
+//! - A wrong judgement removes the workspace of a save between its two renames: the same follows, and the next save
+//!   does not carry over from there. If the sweeper is killed meanwhile, and the workspace held a directory of the
 //!   user's, a third sweep removes it.
-//! - A directory of the user's is exchanged back while a rival publishes, and the save is killed, or wrongly taken for
-//!   dead, between its two exchanges: the rival's checkpoint is swept.
+//! - The user's directory is exchanged back while a rival publishes, and the save is killed, or wrongly judged dead,
+//!   between its two exchanges: the rival's checkpoint is swept.
 
 #![allow(
     clippy::unwrap_used,
@@ -46,7 +46,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
-/// Where a directory lies: its one name. A claimed directory has a name of its own, so `Del` never clashes.
+/// The name of a directory. A claimed directory has a unique name, so `Del` never clashes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 enum At {
     #[default]
@@ -65,11 +65,11 @@ struct Dir {
     /// 0: none, 1: empty, 2: whole.
     manifest: u8,
     shards: bool,
-    /// Somebody's file beside the shards.
+    /// A file of another program beside the shards.
     foreign: bool,
-    /// It was taken over from another saver, who may yet publish.
+    /// It was taken over from another saver, which may still publish.
     adopted: bool,
-    /// When the manifest was written, which is all that recovery knows of the order.
+    /// When the manifest was written: recovery knows the order only from this.
     age: u8,
     /// When it took the name; 0: never.
     rank: u8,
@@ -79,14 +79,14 @@ struct Dir {
 const LATE: usize = 2;
 const OLD: usize = 3;
 const USERS: usize = 4;
-/// The processes beside the savers, which have the numbers of their workspaces.
+/// The processes besides the savers. A saver has the number of its workspace.
 const SWEEPER: usize = 3;
 const LOADER: usize = 4;
 const USER: usize = 5;
 const NAMES: [&str; 6] = ["A", "B", "late", "sweeper", "loader", "user"];
 const NONE: u8 = 9;
 
-/// What a process does next. One step is one operation on the file system.
+/// The next step of a process. One step is one operation on the file system.
 #[rustfmt::skip]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Pc {
@@ -96,7 +96,7 @@ enum Pc {
     Swap, Inspect, Other, Back, BackCheck, BackAgain,
     Rename, Undo, Taken, TakenClaim, Sync, Displaced, After,
     Fail, FailClaim,
-    // A directory is removed after it was claimed, or given back.
+    // A claimed directory is removed or given back.
     First, Rest, Unclaim,
     // A sweep.
     Pick, Judge, TmpLook, TmpRmdir, TmpClaim, OldLook, OldName, OldClaim,
@@ -120,15 +120,15 @@ struct Proc {
     pc: Pc,
     then: Pc,
     end: End,
-    /// The directory that has the name as far as a saver knows; that a loader reads.
+    /// The directory that, to a saver's knowledge, has the name; or that a loader reads.
     old: u8,
     /// The directory in hand.
     x: u8,
     /// The temporary name in hand.
     from: At,
-    /// A saver's own attempt; a sweeper's rounds; the user's next act.
+    /// A saver's attempt; a sweeper's rounds; the user's next act.
     n: u8,
-    /// A saver: the old one lies under `.old-`; a sweeper: its first listing had an `.old-`.
+    /// A saver: the old checkpoint is under `.old-`; a sweeper: its first listing had an `.old-`.
     hold: bool,
 }
 
@@ -139,14 +139,14 @@ const DONE: Proc =
 struct State {
     dirs: [Dir; 5],
     procs: [Proc; 6],
-    /// What had the name before, for look-ups that a cache answers.
+    /// The earlier holder of the name, for look-ups that a cache answers.
     before: u8,
-    /// What had been published when the user removed the name.
+    /// The checkpoints that were published when the user removed the name.
     removed: u8,
     success: u8,
     crashes: u8,
     wrong: u8,
-    /// The user's directory is there; the user spoils what he removes file by file.
+    /// The user's directory exists. The user removes directories file by file.
     put: bool,
     spoilt: u8,
 }
@@ -163,43 +163,43 @@ enum Act {
     Put,
 }
 
-/// The rules of the protocol. Each can be turned off, and then the model must find what breaks.
+/// The rules of the protocol. Each can be turned off, and then the model must find a violation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Rule {
-    /// What is removed is renamed to a name of its own first.
+    /// A directory gets a unique name before it is removed.
     ClaimByRename,
-    /// What was claimed is compared with what was looked at, and renamed back if it is another.
+    /// A claimed directory is compared with the examined one, and renamed back if it differs.
     CompareClaimed,
     /// An `.old-` is put back or adopted only while its successor's `.tmp-` is there.
     Partner,
-    /// What was displaced is compared with what was looked at.
+    /// The displaced directory is compared with the examined one.
     InodeAfterSwap,
-    /// After exchanging back, what lies under `.tmp-` must be one's own.
+    /// After an exchange back, the directory under `.tmp-` must be the saver's.
     OwnAfterBack,
-    /// A `.tmp-` is not swept while its `.old-` is there, which is looked for after the judgement of death.
+    /// A `.tmp-` is not swept while its `.old-` is there. The look for it comes after the judgement of death.
     SpareTmpWithOld,
     JudgeThenList,
-    /// A directory under `.tmp-` or `.old-` without a manifest is somebody's own unless it is empty.
+    /// A directory under `.tmp-` or `.old-` without a manifest is foreign unless it is empty.
     OnlyOurs,
-    /// So the manifest is made before anything else.
+    /// The manifest is made before anything else.
     ManifestFirstIn,
     /// The name of an `.old-` is used once.
     Attempts,
-    /// An `.old-` is swept when another directory has the name, by a fresh look-up; and it must be a later checkpoint.
+    /// An `.old-` is swept if a fresh look-up finds that a later checkpoint has the name.
     OldInode,
     FreshName,
     CheckpointHasName,
-    /// A saver that finds the name free takes over the `.old-` that lies there.
+    /// A saver that finds the name free takes over the `.old-`.
     Adopt,
     /// A loader renames an `.old-` back only with a proof of death.
     ProofBeforePutBack,
-    /// Before the swap, a saver looks whether what it carried over from still has the name.
+    /// Before the swap, a saver checks that the directory from which it carried over still has the name.
     LookBeforeSwap,
-    /// A save sweeps after its commit, too.
+    /// A save also sweeps after its commit.
     SweepAfter,
-    /// A loader looks afresh whether the directory that lacks something has the name.
+    /// A loader checks afresh whether the incomplete directory has the name.
     FreshReader,
-    /// Nothing is there only if one listing shows neither the name nor an `.old-`.
+    /// A checkpoint is missing only if one listing shows neither the name nor an `.old-`.
     OneLook,
 }
 use Rule::*;
@@ -264,7 +264,7 @@ impl Scenario {
     }
 }
 
-/// The saver that a temporary name belongs to.
+/// The saver to which a temporary name belongs.
 fn owner(at: At) -> usize {
     match at {
         Tmp(q) | Old(q, _) => q as usize,
@@ -272,7 +272,7 @@ fn owner(at: At) -> usize {
     }
 }
 
-/// What a load that runs alone from here finds.
+/// The finding of a load that runs alone from here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum View {
     Missing,
@@ -295,7 +295,7 @@ impl State {
         x != USERS && dir.manifest == 0 && !dir.shards && !dir.foreign
     }
 
-    /// Whether the one that has the name came after the one at `.old-`, as far as can be told.
+    /// Whether the directory with the name is known to be later than that at `.old-`.
     fn supersedes(&self, sc: &Scenario, named: usize, x: usize) -> bool {
         let (named, old) = (&self.dirs[named], &self.dirs[x]);
         !sc.on(CheckpointHasName) || named.manifest == 2 && named.age >= old.age
@@ -375,12 +375,12 @@ impl Step<'_> {
         self.to(pc, |_, _| ());
     }
 
-    /// What a look-up of the name may answer: the truth, or what a cache remembers.
+    /// The possible answers of a look-up of the name: the truth, or a cached answer.
     fn looks(&self, fresh: bool) -> Vec<Option<usize>> {
         let mut all = vec![self.s.at(Name)];
         if self.sc.stale && !fresh {
             let before = (self.s.before != NONE).then_some(self.s.before as usize);
-            // A directory that is gone answers ESTALE, and one asks again.
+            // A directory that is gone answers ESTALE, and the look-up is repeated.
             if before != all[0] && before.is_none_or(|x| self.s.dirs[x].at != Gone) {
                 all.push(before);
             }
@@ -423,7 +423,7 @@ impl Step<'_> {
                 let at = self.workspace();
                 self.to(if first_in { Pc::Create } else { Pc::Fill }, |s, _| s.mv(p, at));
             }
-            // Somebody took the empty directory: begin again.
+            // Another process took the empty directory: begin again.
             Pc::Create if mine.at == Gone => self.go(Pc::Mkdir),
             Pc::Create if first_in => self.to(Pc::Fill, |s, _| s.dirs[p].manifest = 1),
             Pc::Create => self.to(Pc::Look, |s, _| s.write_manifest(p)),
@@ -492,7 +492,7 @@ impl Step<'_> {
         let next = if exchange { Pc::Sync } else { Pc::Rename };
         match me.pc {
             Pc::Swap => match self.s.at(Name) {
-                // A swap with what is gone fails; the first of two renames does not.
+                // A swap with a missing directory fails; the first of two renames does not.
                 _ if exchange && self.s.dirs[p].at != workspace => self.go(Pc::Fail),
                 None => self.go(Pc::Look),
                 Some(x) if exchange => self.to(Pc::Inspect, |s, _| {
@@ -514,7 +514,7 @@ impl Step<'_> {
             }
             Pc::Other => self.go(Pc::Back),
             Pc::Back => match (self.s.at(displaced), self.s.at(Name)) {
-                // Somebody has it, and it was not ours to claim.
+                // Another process has it, and this one could not claim it.
                 (None, _) => self.to(if exchange { Pc::Sync } else { Pc::Fail }, |_, me| me.x = NONE),
                 (Some(x), None) => self.to(if exchange { Pc::Done } else { Pc::Fail }, |s, me| {
                     s.mv(x, Name);
@@ -599,7 +599,7 @@ impl Step<'_> {
         }
     }
 
-    /// Takes what was looked at (`x`) for oneself, and goes on to remove it. What else has its name by now is put back.
+    /// Claims the examined directory (`x`), and goes on to remove it. A later owner of its name is put back.
     fn claim(&mut self, name: At, then: Pc, change: impl FnOnce(&mut Proc)) {
         let seen = self.s.procs[self.p].x;
         let found = self.s.at(name).filter(|_| seen != NONE || !self.sc.on(CompareClaimed));
@@ -707,7 +707,7 @@ impl Step<'_> {
         });
     }
 
-    /// The save that comes last sweeps all there is, before and after it publishes.
+    /// The last save sweeps everything, before and after it publishes.
     fn pick_late(&mut self) {
         if (0..LATE).chain(SWEEPER..6).any(|p| self.s.procs[p].pc != Pc::Done) {
             return;
@@ -833,7 +833,7 @@ impl Step<'_> {
             match (acts[me.n as usize - 1], named) {
                 (Act::MoveAway, Some(x)) => {
                     s.mv(x, Away);
-                    // Removing his own directory says nothing about checkpoints.
+                    // The removal of the user's directory concerns no checkpoint.
                     s.removed |= if x == USERS { 0 } else { published };
                 }
                 (Act::RmFiles, Some(x)) if x != USERS => {
@@ -856,8 +856,8 @@ impl Step<'_> {
 }
 
 impl State {
-    /// What must not come back when the user removes the name now: all that had it, but for an old checkpoint that a
-    /// live process has between its two renames or is about to take from there.
+    /// The checkpoints that must not come back if the user removes the name now: all that had it, except an old one
+    /// that a live process has between its two renames or is about to take from there.
     fn published(&self) -> u8 {
         let takes = |proc: &Proc, at| matches!(proc.pc, Pc::Adopt | Pc::PutBack) && proc.from == at;
         let held = |x: usize| match self.dirs[x].at {
@@ -876,7 +876,7 @@ impl State {
         self.dirs[p].manifest = 2;
     }
 
-    /// Hard links to other people's files: none into a directory that was removed.
+    /// Hard links to foreign files, none into a removed directory.
     fn carry(&mut self, p: usize, old: usize) {
         if self.dirs[p].at != Gone && self.dirs[old].foreign {
             self.dirs[p].foreign = true;
@@ -892,7 +892,7 @@ impl State {
         }
     }
 
-    /// What must hold at every moment.
+    /// The invariants of every moment.
     fn check(&self, sc: &Scenario) -> Result<(), String> {
         let view = self.view(sc);
         let user = self.removed > 0 || self.put;
@@ -933,7 +933,7 @@ impl State {
         Ok(())
     }
 
-    /// What must hold when nobody runs any more.
+    /// The invariants after all processes end.
     fn check_end(&self, sc: &Scenario) -> Result<(), String> {
         let quiet = self.crashes == sc.crashes && self.wrong == sc.wrong && !self.put && self.spoilt == 0;
         if quiet || sc.late && self.procs[LATE].end == End::Good {
@@ -942,7 +942,7 @@ impl State {
                 return Err(format!("litter: {x} at {:?}", self.dirs[x].at));
             }
         }
-        // A wrong judgement can take the partner of an `.old-`: nobody carries over from it then.
+        // A wrong judgement can remove the partner of an `.old-`: then no save carries over from it.
         let carried = sc.old && sc.user.is_empty() && (sc.exchange || self.wrong == sc.wrong);
         if let Some(x) = self.at(Name).filter(|_| carried)
             && !self.dirs[x].foreign
@@ -989,7 +989,7 @@ fn explore(sc: &Scenario) -> Result<usize, String> {
     let mut known: HashMap<u64, u32, BuildHasherDefault<Mix>> = HashMap::default();
     known.insert(key(&first), 0);
     let start = first.procs;
-    // Of a state that was visited, only the step that led there is kept.
+    // For a visited state, only the step that led there is kept.
     let mut all: Vec<Origin> = vec![(0, USER as u8, Pc::Done)];
     let mut queue = VecDeque::from([first]);
     let (mut edges, mut ends) = (vec![], vec![]);
@@ -1043,7 +1043,7 @@ fn explore(sc: &Scenario) -> Result<usize, String> {
     }
 }
 
-/// The state before, the process that made a step, and which; `Done`: it was killed.
+/// The state before, the process that made a step, and the step; `Done`: it was killed.
 type Origin = (u32, u8, Pc);
 
 fn trace(all: &[Origin], mut at: usize, why: &str) -> String {
@@ -1076,7 +1076,7 @@ fn both() -> impl Iterator<Item = Scenario> {
     [true, false].into_iter().map(Scenario::new)
 }
 
-/// The longest: six million states, half a minute on a busy core, 500 MB.
+/// The longest test: six million states, half a minute on a busy core, 500 MB.
 #[test]
 fn two_savers_a_sweeper_a_loader_and_a_kill() {
     let all = |exchange| Scenario { sweeper: 1, loader: true, late: true, ..Scenario::new(exchange) };

@@ -18,7 +18,7 @@ use safetensors::Dtype;
 
 const ENGINES: [Io; 3] = [Io::Uring, Io::Threads, Io::Buffered];
 
-/// A directory on a real disk: /tmp may be a tmpfs, which has no direct I/O worth the name.
+/// A directory on a real disk: /tmp may be a tmpfs, which has no real direct I/O.
 fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary directory")
 }
@@ -35,7 +35,7 @@ fn tensors(seed: u8) -> Vec<(TensorSpec, Vec<u8>)> {
     sizes.iter().enumerate().map(make).collect()
 }
 
-/// Saves through the seam for memory that is not plain host memory: the tests of the binding cover the other.
+/// Saves through the interface for memory other than plain host memory, which the tests of the binding cover.
 fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -> Result<Report> {
     let specs: Vec<_> = tensors.iter().map(|(spec, _)| spec.clone()).collect();
     let contents: Vec<_> = tensors
@@ -204,7 +204,7 @@ fn direct_operations_that_are_refused_go_through_the_page_cache() {
     let path = parent.path().join("c");
     let tensors = tensors(9);
     for io in [Io::Uring, Io::Threads] {
-        // The second operation of a worker is direct: the first one is that of a tail.
+        // The second operation of a worker is direct: the first writes a tail.
         let plan = FaultPlan::new(1, Fault::Errno(libc::EINVAL), false);
         let options = Options { faults: Some(plan), threads: Some(1), ..options(io) };
         let report = save_all(&path, &tensors, &options).unwrap();
@@ -235,7 +235,7 @@ fn a_panic_is_an_error_and_leaves_nothing() {
 fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let parent = directory();
     let path = parent.path().join("c");
-    // Held until the caller has been asked, so that the save cannot be over by then.
+    // Held until the callback runs, so that the save cannot end before.
     let asked = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&asked);
     let slow = Content::each(move |_, _| {
@@ -288,7 +288,7 @@ fn every_damaged_range_is_reported() {
 
 #[test]
 fn more_shards_than_open_files() {
-    // Lower for the other tests of this process too, which need few.
+    // The limit also holds for the other tests of this process, which need few files.
     let limit = rustix::process::Rlimit { current: Some(512), maximum: Some(512) };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
     let parent = directory();

@@ -19,7 +19,7 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, to_python};
 
-/// The source of tensor `index` of `nbytes` bytes: `address`, where Python knows of `capacity` bytes, or `fill` if the
+/// The source of tensor `index` of `nbytes` bytes: `address`, where Python has `capacity` bytes, or `fill` if the
 /// address is 0.
 pub(crate) fn content(
     index: usize,
@@ -49,7 +49,7 @@ pub(crate) fn summed(address: usize, nbytes: usize) -> Source {
     unsafe { Source::new(address as *const u8, nbytes) }
 }
 
-/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python knows of
+/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python has
 /// `capacity` bytes, or, if the address is 0, into `drain`, which takes `capacity` bytes. With `rows`, `address` is the
 /// address of the lowest byte.
 pub(crate) fn destination(
@@ -83,8 +83,8 @@ pub(crate) fn destination(
 }
 
 /// The destination of part `index` of a rank, an array of a shape, a number of bytes and strides: `address`, where
-/// Python knows of `capacity` bytes, or, if the address is 0, `drain`. With strides, `address` is the address of the
-/// lowest byte.
+/// Python has `capacity` bytes, or, if the address is 0, `drain`. With strides, `address` is the address of the lowest
+/// byte.
 pub(crate) fn place(
     index: usize,
     (shape, nbytes, strides): (&[u64], u64, Option<&[i64]>),

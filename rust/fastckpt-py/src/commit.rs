@@ -23,9 +23,9 @@ use crate::report::tick;
 ///     path: its path, to load it.
 ///     created: seconds since 1970 when its save began; None if its manifest is damaged.
 ///     bytes: bytes of the files that fastckpt wrote.
-///     aside: whether no directory has its name, because a save took it aside and has put nothing in its place. That
-///         save was killed, or still runs. ``load`` still finds the checkpoint.
-///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is wrong.
+/// aside: whether no directory has its name, because a save moved it aside and has put nothing in its place. That save
+/// was killed, or still runs. ``load`` still finds the checkpoint. damage: what is wrong, as far as its manifest and
+/// the lengths of its files show; None if nothing is wrong.
 #[pyclass(frozen, get_all, module = "fastckpt.types")]
 struct ListedCheckpoint {
     name: OsString,
@@ -81,7 +81,7 @@ fn ended() -> PyErr {
     PyValueError::new_err("this copy, or this file, has ended")
 }
 
-/// Runs `call` with what `held` holds.
+/// Runs `call` with the content of `held`.
 pub(crate) fn opened<T: Send + Sync, R: Send>(
     py: Python<'_>,
     held: &RwLock<Option<T>>,
@@ -92,7 +92,7 @@ pub(crate) fn opened<T: Send + Sync, R: Send>(
         .map_err(|error| to_python(&error, &Raised::default()))
 }
 
-/// What `cell` holds. From now on it holds nothing.
+/// Takes the content of `cell`, which is empty from now on.
 pub(crate) fn taken<T: Send + Sync>(py: Python<'_>, cell: &RwLock<Option<T>>) -> PyResult<T> {
     py.detach(|| cell.write().unwrap_or_else(PoisonError::into_inner).take()).ok_or_else(ended)
 }

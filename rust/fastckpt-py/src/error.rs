@@ -14,9 +14,9 @@ pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
 
-/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause, and is returned unchanged; so
-/// is one that a store raised. If the storage hangs, what was to stop the save goes on, so only Ctrl-C and its like, which
-/// concern the program, come before that.
+/// Maps `error`. An exception that the caller's code raised meanwhile is the true cause, and is returned unchanged; so
+/// is one that a store raised. If the storage hangs, the save goes on despite an exception, so only Ctrl-C and the
+/// like, which concern the program, take precedence.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     let hangs = matches!(error, Error::Hangs { .. });
     if let Some(own) = raised.take()
@@ -57,7 +57,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     }
 }
 
-/// The exception that names what is at `path`.
+/// The exception that names the format found at `path`.
 fn foreign(path: &Path) -> PyResult<PyErr> {
     Python::attach(|py| {
         let error = py.import("fastckpt._foreign")?.call_method1("not_a_checkpoint", (path,))?;

@@ -1,4 +1,4 @@
-//! Which processes of this host this one may read the memory of.
+//! Which processes of this host let this process read their memory.
 
 use fastckpt_core::sys::remote;
 use pyo3::prelude::*;

@@ -27,7 +27,7 @@ pub(crate) struct RankBase {
     overwrite: bool,
     deadline: Option<Duration>,
     raised: Arc<Raised>,
-    /// Whether a step that was given up still has it.
+    /// Whether an abandoned step still uses it.
     is_left: AtomicBool,
     /// What keeps the memory of the parts alive.
     keep: Option<Py<PyAny>>,

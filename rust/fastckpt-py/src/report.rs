@@ -21,7 +21,7 @@ pub(crate) fn options(
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 
-/// The environment variables of the moment: the GIL keeps others from changing them.
+/// The current environment variables: the GIL keeps other threads from changing them.
 pub(crate) fn environment(_py: Python<'_>) -> Environment {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     Environment::of(|name| std::env::var_os(name))

@@ -76,7 +76,7 @@ pub(crate) enum Kind {
 }
 
 impl Share {
-    /// That of a save.
+    /// The table of a save.
     pub(crate) fn table(&self) -> PyResult<&Arc<Table>> {
         match &self.0 {
             Kind::Save(table) => Ok(table),

@@ -71,11 +71,11 @@ struct Part {
 struct Snapshot {
     core: snapshot::Snapshot,
     raised: Arc<Raised>,
-    /// Whether a save that was given up still has it.
+    /// Whether an abandoned save still uses it.
     is_left: AtomicBool,
 }
 
-/// A save that was given up still reads `kept`: if it is a snapshot, its memory stays until nothing has it any more.
+/// An abandoned save still reads `kept`: if it is a snapshot, its memory stays until nothing uses it.
 pub(crate) fn leave(kept: &Py<PyAny>) {
     Python::attach(|py| {
         if let Ok(snapshot) = kept.bind(py).cast::<Snapshot>() {

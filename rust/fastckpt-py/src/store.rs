@@ -1,4 +1,4 @@
-//! The files of a checkpoint in an object store, as Python reads them.
+//! The files of a checkpoint in an object store, read by Python.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,12 +13,12 @@ use pyo3::pybacked::PyBackedBytes;
 use crate::buffers;
 use crate::error::CheckpointError;
 
-/// `fastckpt._stores.files.StoredFiles`, or what has its methods.
+/// `fastckpt._stores.files.StoredFiles`, or an object with its methods.
 #[derive(Debug)]
 pub(crate) struct StoredFiles(pub(crate) Py<PyAny>);
 
 impl StoredFiles {
-    /// Calls a method. An error of it has the exception inside.
+    /// Calls a method. Its error contains the exception.
     fn call<T>(
         &self,
         method: &str,

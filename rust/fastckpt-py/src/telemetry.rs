@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::report::{environment, options};
 
-/// The caller's facts about an operation: `elapsed` seconds have passed since the program called.
+/// The caller's facts about an operation: `elapsed` seconds have passed since the program's call.
 pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
     let elapsed = Duration::try_from_secs_f64(elapsed).unwrap_or_default();
     Call { step, at: Instant::now().checked_sub(elapsed) }

@@ -1,9 +1,9 @@
 //! libFuzzer with a target of `rust/fastckpt-core/tests/fuzz`: `FASTCKPT_FUZZ` names it, and `FASTCKPT_FUZZ_SEEDS` the
-//! directory that gets the inputs to begin with.
+//! directory for the first inputs.
 #![no_main]
 
 #[path = "../../fastckpt-core/tests/fuzz/targets.rs"]
-#[allow(dead_code)] // it draws its mutations itself
+#[allow(dead_code)] // libFuzzer draws the mutations itself
 mod targets;
 
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
 //! The mail of ranks and the pool of workers, compiled with the locks and threads of shuttle, which draws the order in
-//! which threads run. Nothing is written twice: the files are the core's, and what is here stands for what they use.
+//! which threads run. The files are the core's, and this crate replaces the modules that they use.
 #![allow(missing_docs, dead_code)]
 
 pub mod error {
@@ -12,7 +12,7 @@ pub mod error {
 pub mod format {
     pub mod checksum {
         pub use fastckpt_core::format::checksum::to_hex;
-        /// What arrives here are zeros, behind which zeros have arrived for their sum.
+        /// All bytes here are zeros, and so is their sum.
         pub fn of(_: &[u8]) -> u64 {
             0
         }
@@ -89,7 +89,7 @@ pub mod engine {
 
     mod pool;
 
-    /// Runs `work` for each number below `count` in so many threads.
+    /// Runs `work` for each number below `count` in `threads` threads.
     pub fn run(
         threads: usize,
         count: usize,

@@ -1,5 +1,5 @@
-//! The mail and the pool under orders of threads that shuttle draws: a thread that nobody would ever wake is a deadlock,
-//! which it reports with the order that leads there. It knows no time: a wait that only a timeout ends is one, too.
+//! The mail and the pool under orders of threads that shuttle draws. A thread that is never woken is a deadlock, which
+//! shuttle reports with its order. It has no clock: a wait that only a timeout ends is a deadlock, too.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use shuttle::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::sync::mpsc::{Receiver, Sender, channel};
 use shuttle::thread;
 
-/// Orders of each scene; `FASTCKPT_ORDERS` asks for more.
+/// Runs a scene in many orders; `FASTCKPT_ORDERS` sets how many.
 fn drawn(scene: impl Fn() + Send + Sync + 'static) {
     let orders = std::env::var("FASTCKPT_ORDERS").ok().and_then(|text| text.parse().ok());
     shuttle::check_random(scene, orders.unwrap_or(2_000));
 }
 
-/// The thread that sends: tells the peers of each message, in order.
+/// The sending thread: reports each message to its peer, in order.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     for (message, (peer, _)) in mail.outgoing().enumerate() {
         mail.pack(message)?;
@@ -27,7 +27,7 @@ fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     Ok(())
 }
 
-/// The thread that receives: from each peer the next message, in order.
+/// The receiving thread: takes the next message from each peer, in order.
 fn receive(mail: &Mail, doors: &[Receiver<usize>]) -> Result<()> {
     for (message, (peer, _)) in mail.incoming().enumerate() {
         mail.admit(message)?;
@@ -37,7 +37,7 @@ fn receive(mail: &Mail, doors: &[Receiver<usize>]) -> Result<()> {
     Ok(())
 }
 
-/// What a rank has to do: pieces to put into messages, then ranges to take, each by one of its workers.
+/// The work of a rank: pieces to put into messages, then ranges to take, each by one worker.
 #[derive(Clone)]
 struct Duties {
     outgoing: Vec<Envelope>,
@@ -62,7 +62,7 @@ fn work(mail: &Arc<Mail>, duties: &[(bool, usize)]) -> Result<()> {
     Ok(())
 }
 
-/// Runs all ranks to their ends. `stop`: somebody stops the mail of this rank meanwhile.
+/// Runs all ranks to their ends. `stop`: the mail of this rank is stopped meanwhile.
 fn job(ranks: Vec<Duties>, budget: u64, stop: Option<usize>) {
     let mut ins: Vec<Vec<Sender<usize>>> = vec![Vec::new(); ranks.len()];
     let mut outs = Vec::new();
@@ -77,7 +77,7 @@ fn job(ranks: Vec<Duties>, budget: u64, stop: Option<usize>) {
         let mail = Arc::new(mail(duties.outgoing, duties.incoming, None, budget));
         mails.push(Arc::clone(&mail));
         let own = Arc::clone(&mail);
-        // Whoever fails ends the mail of its rank, as the threads of the product do.
+        // A thread that fails ends the mail of its rank, like the threads of the product.
         let ends = |mail: &Mail, outcome: Result<()>| outcome.inspect_err(|_| mail.stop("it has failed"));
         all.push(thread::spawn(move || ends(&own, send(&own, &doors))));
         let own = Arc::clone(&mail);
@@ -117,7 +117,7 @@ fn messages_of_two_ranks_all_arrive() {
     drawn(|| job(crossing(), 8, None));
 }
 
-/// Nobody but the worker who fills a message can wake its sender.
+/// Only the worker that fills a message can wake its sender.
 #[test]
 fn a_message_that_is_complete_is_sent() {
     let none = || Duties { outgoing: vec![], incoming: vec![], work: vec![] };
@@ -163,7 +163,7 @@ fn the_end_comes_after_the_last_filling() {
         let mail = Arc::new(mail(vec![(0, 8)], vec![], Some(fill), 8));
         let own = Arc::clone(&mail);
         let sender = thread::spawn(move || {
-            // It is not sent: whoever would take it has gone.
+            // It is not sent: its receiver has gone.
             own.pack(0)
         });
         mail.end("enough");
@@ -172,7 +172,7 @@ fn the_end_comes_after_the_last_filling() {
     });
 }
 
-/// Each number is worked on once, whoever comes first.
+/// Each number is worked on once, by whichever thread is first.
 #[test]
 fn a_pool_works_on_each_number_once() {
     drawn(|| {
@@ -186,7 +186,7 @@ fn a_pool_works_on_each_number_once() {
     });
 }
 
-/// The first failure is told, and ends the work of the others.
+/// The first failure is reported, and ends the work of the others.
 #[test]
 fn a_pool_tells_the_first_failure() {
     drawn(|| {

@@ -1,6 +1,5 @@
-//! The fields that readers copy twice, under every order of threads and every delay of a store that the memory model of
-//! C allows: loom tries all of them in which a
-//! thread is interrupted three times at most.
+//! The fields that readers copy twice, under every order of threads and every delay of a store in C's memory model:
+//! loom tries all of them in which a thread is interrupted three times at most.
 
 mod sys {
     pub(crate) mod sync {

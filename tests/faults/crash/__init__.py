@@ -1,1 +1,1 @@
-"""Power cuts on real file systems: all that a device with a volatile cache may have kept at any moment."""
+"""Power cuts on real file systems: the states that a device with a volatile cache may have at any moment."""

@@ -2,8 +2,8 @@
 
     python -m faults.crash.device POINT IMAGE SEED
 
-It completes writes late and out of order. A flush covers only the writes that had completed when it arrived. All is
-logged. A line of standard input is a mark in the log, or ``dump PATH``, which writes the log there.
+It completes writes late and out of order. A flush covers only the writes that had completed when it arrived. Everything
+is logged. A line of standard input is a mark in the log, or ``dump PATH``, which writes the log there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from harness.in_memory import Handle, Tree, serve
 
-#: Half of the writes complete at once, a quarter soon, and a quarter late: within so many seconds. A program that waits
-#: for none of them has told of its success by then.
+#: Half of the writes complete at once, a quarter soon, and a quarter late, within these seconds. A program that waits
+#: for none of them has reported its success by then.
 SOON, LATE = 0.003, (0.02, 0.1, 0.4)
 NAME = b"disk"
 
@@ -35,7 +35,7 @@ class Disk(Tree):
         disk.data = bytearray(image.read_bytes())
         self.nodes[1].children[NAME] = disk
         self.log: list[tuple[str, Any, Any]] = []
-        #: The writes that no flush covers: the number in the log, and when they are complete.
+        #: The writes that no flush covers: the number in the log, and the time of completion.
         self.uncovered: list[tuple[int, float]] = []
 
     def write(self, handle: Handle, at: int, data: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Recording what a file system sends to its device, and mounting what a device may have kept of it."""
+"""Records the writes of a file system to its device, and mounts states that the device may have after a cut."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 PAGE = 4096
 #: Small, so that a state is quick to make.
 SIZES = {"ext4": 48 << 20, "xfs": 64 << 20, "btrfs": 112 << 20}
-#: What mkfs is told besides, and mount: nothing is written in the background that no program asked for.
+#: Further options of mkfs: no background writes that no program requested.
 MORE = {"ext4": ["-E", "lazy_itable_init=0,lazy_journal_init=0"], "xfs": ["--unsupported"], "btrfs": []}
 OPTIONS = {"ext4": "", "xfs": "", "btrfs": ""}
 FLUSH_BUFFERS = 0x1261
-#: Of fallocate: the range is a hole, and the size stays.
+#: Flags of fallocate: the range becomes a hole, and the size stays.
 HOLE = 3
 LAZILY = 2
-#: Of unshare; and of mount, recursively.
+#: Flags of unshare; and of mount, recursive.
 NEW_MOUNTS, PRIVATELY = 0x20000, 1 << 14 | 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,11 +67,11 @@ def loop(path: str, *options: str) -> Iterator[str]:
 
 
 def alone() -> None:
-    """Have this process see mounts of its own. A copy of them in the namespace of another program would keep a file
-    system alive that is unmounted here, and so would ours keep theirs.
+    """Give this process a private mount namespace. A copy of its mounts in another program's namespace would keep a
+    file system alive that is unmounted here, and vice versa.
 
     Raises:
-        OSError: it may not.
+        OSError: no permission.
     """
     if _libc.unshare(NEW_MOUNTS) != 0 or _libc.mount(b"none", b"/", None, PRIVATELY, None) != 0:
         error = ctypes.get_errno()
@@ -86,7 +86,7 @@ def mount(device: str, point: str, kind: str) -> None:
     """Mount it.
 
     Raises:
-        OSError: the file system does not accept what is there.
+        OSError: the file system refuses the content.
     """
     if _libc.mount(device.encode(), point.encode(), kind.encode(), 0, OPTIONS[kind].encode()) != 0:
         error = ctypes.get_errno()
@@ -94,10 +94,10 @@ def mount(device: str, point: str, kind: str) -> None:
 
 
 def unmount(point: str) -> None:
-    """Unmount it; what is still open there goes soon.
+    """Unmount it; open files there are closed soon.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: it stays busy.
     """
     for _ in range(2000):
         if _libc.umount2(point.encode(), 0) == 0:
@@ -109,12 +109,12 @@ def unmount(point: str) -> None:
 
 @contextlib.contextmanager
 def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
-    """Mount what a device holds, and nothing that the kernel knows of what it held before.
+    """Mount the content of a device, without the kernel's cache of its earlier content.
 
     Raises:
         OSError: the file system does not accept it.
     """
-    # Exclusively: where the state before is still mounted somewhere, this mount would show that one.
+    # Exclusively: if the previous state is still mounted somewhere, this mount would show that state.
     file = os.open(device, os.O_RDONLY | os.O_EXCL)
     fcntl.ioctl(file, FLUSH_BUFFERS)
     os.close(file)
@@ -127,8 +127,8 @@ def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callable[[str], None], list[Any]]]:
-    """Mount an empty file system whose device logs. Yields the mount point, what marks the log, and a list that has
-    the log afterwards."""
+    """Mount an empty file system on a logging device. Yields the mount point, a function that marks the log, and a list
+    that has the log afterwards."""
     image, fuse, point = folder / "image", folder / "fuse", folder / "mnt"
     image.write_bytes(formatted(kind))
     for each in (fuse, point):
@@ -162,7 +162,7 @@ def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callabl
 
 
 class Shelf:
-    """A device in memory that takes state after state of one size. Use :func:`shelf`."""
+    """A device in memory for a sequence of states of one size. Use :func:`shelf`."""
 
     def __init__(self, device: str, file: Any, size: int, point: Path) -> None:
         self._device, self._file, self.point = device, file, point
@@ -170,14 +170,14 @@ class Shelf:
         self._size = size
 
     def put(self, image: np.ndarray, used: np.ndarray) -> None:
-        """Have it hold an image: its pages, and which of them are not all zeros."""
+        """Store an image: its pages, and which of them are not all zeros."""
         _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
         where = np.flatnonzero(used)
         self._pages[where] = image[where]
 
     @contextlib.contextmanager
     def mounted(self, kind: str) -> Iterator[Path]:
-        """Mount what it holds."""
+        """Mount the stored image."""
         with mounted(self._device, self.point, kind):
             yield self.point
 

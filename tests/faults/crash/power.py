@@ -1,4 +1,4 @@
-"""The trials: a scene is recorded, and many states of it are mounted and looked at."""
+"""The trials: a scene is recorded, and many states of it are mounted and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: States of one recording.
 STATES = 20
-#: In one state of so many the next save is made, too.
+#: In one state out of this many the next save is made, too.
 SWEPT = 4
 
 
@@ -25,7 +25,7 @@ def _newest(marks: list[str], word: str) -> int:
 
 
 def _look(scene: Scene, state: states.State, shelf: disks.Shelf, kind: str, *, swept: bool) -> str:
-    """What is wrong with a state, or nothing."""
+    """The fault of a state, or nothing."""
     try:
         shelf.put(state.image, state.used)
         begun, acknowledged = _newest(state.marks, "begun"), _newest(state.marks, "acknowledged")

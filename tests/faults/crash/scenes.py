@@ -1,4 +1,4 @@
-"""What a program does before the power goes, and what must be there afterwards."""
+"""Programs before a power cut, and the states that are allowed afterwards."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Scene:
     """Saves with numbers from 1 on.
 
     Attributes:
-        nbytes: of a state.
-        engine: how it is written.
+        nbytes: bytes of a state.
+        engine: the engine of the saves.
     """
 
-    #: How many saves.
+    #: The number of saves.
     count = 3
-    #: How it is read.
+    #: The engine of the load.
     reader = "buffered"
 
     def __init__(self, nbytes: int, engine: str) -> None:
         self.nbytes, self.engine = nbytes, engine
 
     def play(self, point: Path, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
-        """Make all saves, in a process of its own; each is begun, and ends when it is acknowledged."""
+        """Make all saves in a separate process; each begins, and ends with its acknowledgement."""
         for number in range(1, self.count + 1):
             begin(number)
             self.save(point, number)
@@ -47,15 +47,15 @@ class Scene:
         fastckpt.save(self.state(number), self.path(point, number), io=self.engine)
 
     def state(self, number: int) -> dict[str, object]:
-        """What it saves."""
+        """The state to save."""
         return numbered(number, self.nbytes)
 
     def path(self, point: Path, number: int) -> Path:  # noqa: ARG002 - some have a path each
-        """Where: all at one path, here."""
+        """The path of a save: here, one path for all."""
         return point / "step"
 
     def found(self, path: Path) -> int:
-        """The number of what is there, 0 if nothing is.
+        """The number of the checkpoint that is there, 0 if there is none.
 
         Raises:
             Exception: it is damaged or mixed.
@@ -67,19 +67,19 @@ class Scene:
         return which(state, self.nbytes)
 
     def wrong(self, point: Path, begun: int, acknowledged: int) -> str:
-        """What is wrong after a cut at which these were begun and acknowledged, or nothing."""
+        """The fault after a cut at which these were begun and acknowledged, or nothing."""
         found = self.found(self.path(point, 1))
         return "" if acknowledged <= found <= begun else f"{acknowledged} was acknowledged, and {found} is there"
 
 
 class Overwrites(Scene):
-    """One path, again and again."""
+    """One path, repeatedly."""
 
     count = 4
 
 
 class FirstSaves(Scene):
-    """A path each, below directories that the first one makes."""
+    """A different path for each, below directories that the first one makes."""
 
     def path(self, point: Path, number: int) -> Path:
         return point / "runs" / "mine" / f"step-{number}"
@@ -120,7 +120,7 @@ class Asynchronous(FirstSaves):
 
 
 class Bases(Shards, FirstSaves):
-    """Each takes what has not changed from the one before, which goes at last."""
+    """Each links unchanged files from the previous one, which is removed at the end."""
 
     def save(self, point: Path, number: int) -> None:
         base = self.path(point, number - 1) if number > 1 else None
@@ -132,7 +132,7 @@ class Bases(Shards, FirstSaves):
 
 
 class GivenFiles(Overwrites):
-    """With files beside the tensors, which a save takes over from the one before."""
+    """With files beside the tensors, which a save carries over from the previous one."""
 
     @staticmethod
     def _files(number: int) -> dict[str, bytes]:
@@ -196,7 +196,7 @@ class Removals(Scene):
 
 
 class Managed(Scene):
-    """A Manager that keeps one or two, in the background, with ``latest``."""
+    """A Manager that keeps one or two checkpoints, saves in the background, and sets ``latest``."""
 
     count = 5
 
@@ -221,7 +221,7 @@ class Managed(Scene):
 
 
 class OfRanks(Scene):
-    """Ranks that save together, each save over the one before."""
+    """Ranks that save together, each save over the previous one."""
 
     size = 2
 
@@ -248,7 +248,7 @@ class OfRanks(Scene):
 
 
 class OfFourRanks(OfRanks):
-    """More than one rank sends to the first."""
+    """More than one rank sends to rank 0."""
 
     size = 4
 
@@ -268,13 +268,13 @@ SCENES = (
 
 
 def sweeps(point: Path) -> str:
-    """Save once more, where the others were saved: what is wrong with that, or with what is left, or nothing."""
+    """Save once more to the same place; the fault of that save or of the leftovers, or nothing."""
     for folder in (point, point / "runs" / "mine"):
         if folder.exists():
             fastckpt.save(numbered(99, 4096), folder / "after")
             if which(fastckpt.load(folder / "after", io="buffered"), 4096) != 99:
                 return "the next save is not there"
-            # Copies that have not ended stay, for the next copy to go on with.
+            # Unfinished copies stay, so that the next copy can continue them.
             names = [one.name for one in fastckpt.clean(folder) if one.state == "dead"]
             if left := [name for name in names if ".copy-" not in name]:
                 return f"the next save has left {left}"

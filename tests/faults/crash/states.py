@@ -1,4 +1,4 @@
-"""What a device with a volatile cache may hold after a power cut, drawn from the log of :mod:`faults.crash.device`."""
+"""States of a device with a volatile cache after a power cut, drawn from the log of :mod:`faults.crash.device`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class State:
     Attributes:
         image: its pages.
         used: which of them are not all zeros.
-        marks: those before the cut.
-        how: in words, where it was cut and what was lost.
+        marks: the marks before the cut.
+        how: a description of the cut and the losses.
     """
 
     image: np.ndarray
@@ -33,8 +33,8 @@ class State:
 
 
 def cuts(log: list[Any], count: int, draw: random.Random) -> list[int]:
-    """Where to cut: numbers of entries before which the power goes, in order. Half of them lie right after a mark, and
-    a quarter after a flush: there it shows what was promised too early."""
+    """Where to cut: numbers of entries before which the power fails, in order. Half of them are right after a mark, and
+    a quarter after a flush: these show premature promises."""
     first = log.index(("mark", "mounted", None)) + 1
     after = {
         kind: [number + 1 for number in range(first, len(log)) if log[number][0] == kind] for kind in ("mark", "flush")
@@ -48,13 +48,13 @@ def cuts(log: list[Any], count: int, draw: random.Random) -> list[int]:
 
 
 def pieces(at: int, length: int) -> list[tuple[int, int]]:
-    """The parts of a write that a device takes whole or not at all: its pages."""
+    """The parts of a write that a device keeps whole or not at all: its pages."""
     bounds = [0, *range(PAGE - at % PAGE, length, PAGE), length]
     return list(pairwise(bounds))
 
 
 def _kept(lost: list[tuple[int, int, bytes]], draw: random.Random) -> tuple[str, list[tuple[int, bytes]]]:
-    """Of the writes that no flush covers, the pages that the device has kept, in the order in which they came."""
+    """The kept pages of the writes that no flush covers, in the order of their arrival."""
     how = draw.choice(("none", "all", "but one", "only one", "writes", "pages", "pages"))
     chance, one = draw.choice((0.1, 0.5, 0.9)), draw.randrange(max(1, len(lost)))
     found = []
@@ -68,7 +68,7 @@ def _kept(lost: list[tuple[int, int, bytes]], draw: random.Random) -> tuple[str,
 
 
 def after(base: bytes, log: list[Any], places: list[int], draw: random.Random) -> Iterator[State]:
-    """The states at these cuts, which rise; each is valid until the next one."""
+    """The states at these ascending cuts; each is valid until the next one."""
     stable = bytearray(base)
     pages = np.frombuffer(stable, np.uint8).reshape(-1, PAGE)
     used = pages.any(axis=1)

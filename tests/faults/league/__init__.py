@@ -1,1 +1,1 @@
-"""The same faults over the libraries that people save checkpoints with, each used in the way that it documents."""
+"""The same faults for libraries that save checkpoints, each used as documented."""

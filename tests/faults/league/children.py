@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported a library: they train, resume, and are killed."""
+"""Processes that are forked after the import of a library: they train, resume, and are killed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ HUNG = 60.0
 
 
 class End(NamedTuple):
-    """What became of a process: ``returned``, ``raised``, ``killed`` or ``hung``; what it returned, or its error."""
+    """The outcome of a process: ``returned``, ``raised``, ``killed`` or ``hung``, and its result or error."""
 
     how: str
     value: Any = None
 
 
 class Child:
-    """A forked process that runs ``work``, which it gives a function to tell steps with.
+    """A forked process that runs ``work`` with a function that reports steps.
 
-    With ``note``, it goes on from a step only when that has been called with it.
+    With ``note``, it goes on from a step only after a call of ``note`` with it.
 
     Attributes:
-        told: the steps it has told.
+        told: the reported steps.
     """
 
     def __init__(self, work: Callable[[Callable[[int], None]], Any], note: Callable[[int], None] | None = None) -> None:
@@ -51,7 +51,7 @@ class Child:
 
         status = 1
         with contextlib.suppress(BaseException):
-            os.setsid()  # whatever it starts ends with it
+            os.setsid()  # its own processes end with it
             silent = os.open(os.environ.get("LEAGUE_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
@@ -60,7 +60,7 @@ class Child:
         os._exit(status)
 
     def read(self, until: float, steps: int = 10**9) -> None:
-        """Take what it tells, until it ends, has told so many steps, or the time, by time.monotonic, has come."""
+        """Read its reports, until it ends, has reported so many steps, or a time by time.monotonic has come."""
         while self._end is None and len(self.told) < steps:
             left = until - time.monotonic()
             if left <= 0 or not select.select([self._out], [], [], left)[0]:
@@ -87,7 +87,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, seconds: float = HUNG) -> End:
-        """Wait for its end; one that hangs is killed."""
+        """Wait for its end; kill it if it hangs."""
         self.read(time.monotonic() + seconds)
         if self._end is None:
             self.kill()

@@ -1,8 +1,8 @@
-"""The faults, each with what a library makes of it.
+"""The faults, each with the trial of a library.
 
 A trial ends in one word: ``good``; ``lost``: a step that was reported as saved is gone, and an older one goes on;
-``stuck``: no resume until a person removes or repairs something; ``wrong``: other bytes than any step has, without a
-word; ``hung``: no end within a minute. After each resume the run has to go on and save once more.
+``stuck``: no resume until a person removes or repairs something; ``wrong``: other bytes than those of any step, without
+an error; ``hung``: no end within a minute. After each resume the run has to go on and save once more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trial:
         return [Child(partial(work, rank)) for rank in range(2)]
 
     def resume(self) -> End:
-        """What a resume finds: the step, ``wrong``, or None for no checkpoint."""
+        """The result of a resume: the step, ``wrong``, or None for no checkpoint."""
 
         def work(_: Callable[[int], None]) -> int | str | None:
             state = self.library.resume(self.directory)
@@ -76,7 +76,7 @@ class Trial:
             raise AssertionError(f"{self.library.title}: undisturbed: {end}")
 
     def verdict(self, acknowledged: int, *, at_least: int | None = None) -> str:
-        """What became of the run whose last reported step is ``acknowledged``; ``at_least`` has to be there."""
+        """The outcome of a run with the last reported step ``acknowledged``; ``at_least`` has to be there."""
         found = self.resume()
         least = acknowledged if at_least is None else at_least
         if found.how == "hung":
@@ -111,7 +111,7 @@ def kill(trial: Trial, first: int) -> str:
 
 
 def undisturbed(trial: Trial) -> str:
-    """Nothing happens: a trial of the trial."""
+    """No fault: a control."""
     trial.saved([1, 2, 3])
     return trial.verdict(3)
 
@@ -133,23 +133,23 @@ def first_save(trial: Trial) -> str:
 
 
 def in_a_save(trial: Trial) -> str:
-    """SIGKILL during a save, where older checkpoints are there."""
+    """SIGKILL during a save, with older checkpoints."""
     return kill(trial, 1)
 
 
 def in_retention(trial: Trial) -> str:
-    """SIGKILL about the removal of older ones: later than as many saves as are kept."""
+    """SIGKILL around the removal of older checkpoints: after more saves than are kept."""
     return kill(trial, 1 + (trial.library.keeps or 2))
 
 
 def _files(trial: Trial) -> dict[Path, tuple[int, int]]:
-    """Each file, with what changes when it is written or replaced."""
+    """Each file, with the attributes that change when it is written or replaced."""
     found = {one: one.stat() for one in sorted(trial.directory.rglob("*")) if one.is_file() and one.stat().st_size}
     return {one: (about.st_ino, about.st_mtime_ns) for one, about in found.items()}
 
 
 def _damage(trial: Trial, damage: Callable[[Path], None]) -> str:
-    """Damage a file of the newest checkpoint: to raise or to take an older one is good."""
+    """Damage a file of the newest checkpoint: an error or an older checkpoint is good."""
     trial.saved([1, 2])
     before = _files(trial)
     trial.saved([3])
@@ -162,7 +162,7 @@ def _damage(trial: Trial, damage: Callable[[Path], None]) -> str:
 
 
 def flipped_bit(trial: Trial) -> str:
-    """One bit of the newest checkpoint is another one."""
+    """One bit of the newest checkpoint is flipped."""
 
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -173,7 +173,7 @@ def flipped_bit(trial: Trial) -> str:
 
 
 def zeroed_block(trial: Trial) -> str:
-    """4 KiB of the newest checkpoint are zeros, as a torn write leaves them."""
+    """4 KiB of the newest checkpoint are zeros, as after a torn write."""
 
     def zero(path: Path) -> None:
         with path.open("r+b") as file:
@@ -184,7 +184,7 @@ def zeroed_block(trial: Trial) -> str:
 
 
 def full_disk(trial: Trial) -> str:
-    """There is room for a part of a checkpoint; later there is room again."""
+    """There is space for only a part of a checkpoint; later there is enough."""
     with _tmpfs(trial.directory, 64 << 20):
         trial.saved([1, 2])
         size = states.TENSORS * states.LENGTH * 4
@@ -218,17 +218,17 @@ def power_cut(trial: Trial) -> str:
 
 
 def two_savers(trial: Trial) -> str:
-    """Two trainings save other states to the same place at the same time."""
+    """Two trainings save different states to the same place at the same time."""
     both = [trial.train(range(1, 7), run) for run in (0, 1)]
     ends = [child.end() for child in both]
     if any(end.how == "hung" for end in ends):
         return HANGS
-    # A saver that is told of the other by an error has lost nothing.
+    # A saver that gets an error because of the other has lost nothing.
     return trial.verdict(0, at_least=1)
 
 
 def _struck_rank(trial: Trial, strike: int) -> str:
-    """Strike the second rank at a random moment of a save: the first has to end by itself."""
+    """Strike rank 1 at a random moment of a save: rank 0 has to end by itself."""
     first, second = trial.train_on_two_ranks(range(1, 200))
     first.read(time.monotonic() + HUNG, 2)
     began = time.monotonic()
@@ -273,5 +273,5 @@ ALL: dict[str, Callable[[Trial], str]] = {
     "a rank killed": killed_rank,
     "a rank stopped": stopped_rank,
 }
-#: Those of jobs whose ranks write together.
+#: The rows for jobs whose ranks write together.
 RANKED = {"a rank killed", "a rank stopped"}

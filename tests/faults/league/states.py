@@ -1,4 +1,4 @@
-"""A state that shows of which step each of its tensors is."""
+"""A state that shows the step of each of its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = 1000
 
 
 def value_of(step: int, index: int) -> float:
-    """What a tensor is full of at a step."""
+    """The value of all elements of a tensor at a step."""
     return float((run * RUN + step) * TENSORS + index)
 
 
@@ -25,7 +25,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def step_of(state: Mapping[str, Any]) -> int | None:
-    """The step of a state; None if it is not the state of one step, to the last element."""
+    """The step of a state; None unless every element belongs to one step."""
     if set(state) != {f"w{index}" for index in range(TENSORS)}:
         return None
     first = state["w0"][0].item()

@@ -1,1 +1,1 @@
-"""Storage that fails or lies while a program saves: what it raises, and what is there afterwards."""
+"""Storage that fails or lies during a program's saves: the exceptions, and the state afterwards."""

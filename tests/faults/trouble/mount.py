@@ -1,4 +1,4 @@
-"""A mount whose k-th call fails or lies; its files lie in memory. It removes open files as NFS does: they stay in their
+"""A mount whose k-th call fails or lies; its files are in memory. It removes open files like NFS: they stay in their
 directory, under another name, until they are closed.
 
 ``python -m faults.trouble.mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. A line of standard input
@@ -7,9 +7,8 @@ is a request in JSON, and is answered by a line:
 - ``{"reset": true}``: forget all files; no process may have anything open here.
 - ``{"image": PATH}``: the file ``disk`` has the content of that one.
 - ``{"arm": [CODES], "at": K, "errno": N, "once": BOOL}``: the K-th call with one of these codes fails, and those after
-  it unless ``once``. With ``"lie": HOW`` in the place of ``errno``, it succeeds, and is not what was asked for.
-- ``{"heal": true}``: none fails any more; ``{"came": N, "counts": {CODE: N}}`` tells how many have since ``arm``, and
-  how many calls there were.
+  it unless ``once``. With ``"lie": HOW`` in place of ``errno``, it reports success but does something else.
+- ``{"heal": true}``: no more failures; ``{"came": N, "counts": {CODE: N}}`` has failures since ``arm`` and calls.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LIES = ("a bit", "lost", "elsewhere", "a part")
 
 
 class Troubled(in_memory.Tree):
-    """Keeps files in memory, and does what it is told of."""
+    """Keeps files in memory, and injects the requested faults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class Troubled(in_memory.Tree):
         self.counts: Counter[int] = Counter()
         self.came = 0
         self.draw = random.Random(0)
-        #: How often a file is open; where one is that was removed meanwhile.
+        #: How often a file is open; the place of an open file that was removed.
         self.opens: Counter[int] = Counter()
         self.hidden: dict[int, tuple[int, bytes]] = {}
 
@@ -80,7 +79,7 @@ class Troubled(in_memory.Tree):
         if how == "a bit":
             asked[40 + draw.randrange(size)] ^= 1 << draw.randrange(8)
             return told(code, number, memoryview(asked))
-        # The file is as long as if it had been written.
+        # The file gets the length as if it had been written.
         data = self.nodes[number].data
         before = bytes(data[at : at + size]).ljust(size, b"\0")
         kept = size // 2 if how == "a part" else 0

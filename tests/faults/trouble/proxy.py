@@ -1,4 +1,4 @@
-"""A bad network in front of a server of HTTP: it loses requests and answers, repeats and delays them, refuses some, and
+"""A bad network in front of an HTTP server: it loses requests and answers, repeats and delays them, refuses some, and
 cuts connections."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-#: What may befall a request. Where an answer is lost, the server has done what it was asked, and is asked again.
+#: The faults of a request. If an answer is lost, the server has handled the request, and gets it again.
 FAULTS = ("lost", "answer lost", "twice", "throttled", "failed", "cut", "late")
 REFUSALS = {"throttled": (503, "SlowDown"), "failed": (500, "InternalError")}
 #: More requests than there are.
 NEVER = 1 << 60
 #: The longest delay, in seconds.
 LATEST = 0.5
-#: What belongs to a connection, and not to what is sent over it.
+#: Headers of a connection, not of its content.
 OWN = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
 
@@ -28,11 +28,11 @@ class Proxy:
     """The network, until :meth:`close`.
 
     Args:
-        url: of the server.
+        url: the address of the server.
 
     Attributes:
-        url: of the network.
-        came: how often each fault came.
+        url: the address of the network.
+        came: how often each fault happened.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,14 +46,14 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, name="proxy", daemon=True).start()
 
     def fail(self, chance: float, seed: float, outage: int = NEVER) -> None:
-        """From now on each request is struck with this probability, as the seed says; after so many, nothing comes
-        through any more."""
+        """From now on each request is struck with this probability, drawn by the seed; after ``until`` requests,
+        nothing gets through any more."""
         with self._lock:
             self._chance, self._left = chance, outage
             self._draw.seed(seed)
 
     def fault(self) -> tuple[str, float]:
-        """What befalls the next request, if anything; and a number from 0 to 1."""
+        """The fault of the next request, if any, and a number from 0 to 1."""
         with self._lock:
             self._left -= 1
             if self._left < 0:
@@ -77,12 +77,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def handle(self) -> None:
-        # The client goes away when it likes.
+        # The client may disconnect at any time.
         with contextlib.suppress(ConnectionError):
             super().handle()
 
     def relay(self) -> None:
-        """Answer a request, as the network likes."""
+        """Answer a request, with the faults of the network."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault, place = self.proxy.fault()
         if fault == "lost":
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.tell(status, headers, answer, int(len(answer) * place) if fault == "cut" else None)
 
     def forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Have the server answer it."""
+        """Return the server's answer."""
         connection = http.client.HTTPConnection(self.proxy.target, timeout=60)
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
 
     def tell(self, status: int, headers: dict[str, str], answer: bytes, kept: int | None = None) -> None:
-        """Send an answer, or the first bytes of one that says that it is longer."""
+        """Send an answer, or the first bytes of a longer one."""
         self.send_response_only(status)
         for name, text in headers.items():
             if name.lower() not in OWN:

@@ -1,4 +1,4 @@
-"""What the rows of failing storage share: a scene is drawn, played, and what came of it is judged."""
+"""The common part of the rows of failing storage: a scene is drawn and played, and its outcome is judged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from faults.row import Run
 
-#: Trials of one scene after it was played without a fault, which tells how many calls there are.
+#: Trials of one scene after it was played without a fault, which counts the calls.
 EACH = 8
 SIZES = (5_000, 60_000, 300_001)
 
@@ -28,12 +28,12 @@ def drawn(draw: random.Random, scenes: tuple[type[Scene], ...] = SCENES) -> Scen
 
 
 def about(run: Run, scene: Scene) -> str:
-    """Which trial it is."""
+    """The description of the trial."""
     return f"seed {run.seed}, {type(scene).__name__} of {scene.nbytes} by {scene.engine}"
 
 
 def badly(came: Played, point: Path, errors: Collection[int]) -> str:
-    """What is wrong with how a program ended, or nothing: it may raise these errors of the system, with a path."""
+    """The fault of a program's end, or nothing: it may raise these system errors, with a path."""
     failure = came.failure
     if came.ended or not failure:
         return came.ended

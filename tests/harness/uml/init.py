@@ -2,7 +2,7 @@
 
     init.py UML OUT
 
-``UML`` is what ``fetch`` has unpacked, ``OUT`` a directory of the host: ``program`` there says what to run (JSON), and
+``UML`` is the directory of ``fetch``, ``OUT`` a directory of the host: ``program`` there has the command (JSON), and
 the log goes there.
 Nothing but the standard library: this runs before anything is set up. Ends by switching the machine off.
 """
@@ -21,7 +21,7 @@ import time
 import traceback
 from pathlib import Path
 
-FINIT_MODULE = 313  # of x86-64, the one processor that there is a user-mode Linux for
+FINIT_MODULE = 313  # of x86-64, the only processor with a user-mode Linux
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 # In this order: each needs those before it.
 MODULES = [
@@ -66,7 +66,7 @@ def serve(uml: Path) -> None:
         Path("/var/lib/nfs", file).touch()
     mount("rpc_pipefs", "/var/lib/nfs/rpc_pipefs")
     mount("nfsd", "/proc/fs/nfsd")
-    # A server that has just begun waits for the clients of its former life.
+    # A new server waits for the clients of its predecessor.
     for setting in ("nfsv4gracetime", "nfsv4leasetime"):
         Path("/proc/fs/nfsd", setting).write_text("10", encoding="ascii")
     programs = uml / "usr/sbin"
@@ -80,7 +80,7 @@ def serve(uml: Path) -> None:
 
 
 def connect() -> None:
-    """Two mounts that share nothing: neither cache nor, thanks to the identifiers, a name for the server."""
+    """Two mounts that share nothing: neither a cache nor, thanks to the identifiers, a client name."""
     for number, client in enumerate(CLIENTS, start=1):
         Path("/sys/fs/nfs/net/nfs_client/identifier").write_text(f"client {client}", encoding="ascii")
         address = f"127.0.0.{number}"
@@ -104,7 +104,7 @@ def main(uml: Path, out: str) -> None:
     mount("proc", "/proc")
     mount("sysfs", "/sys")
     mount("tmpfs", "/run")
-    # Not over /tmp: what is to be run may lie there.
+    # Not over /tmp: the program may be there.
     Path("/run/tmp").mkdir()
     os.environ["TMPDIR"] = "/run/tmp"
     mount("tmpfs", "/dev/shm")

@@ -1,4 +1,4 @@
-//! Files that a workspace takes from another directory. They are linked, or copied if there are no hard links.
+//! Files that a workspace takes from another directory, as hard links or, without these, as copies.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -39,7 +39,7 @@ impl Workspace {
         Ok(brought)
     }
 
-    /// Whether this save has a file called `name` of its own: one that it was given, or a shard.
+    /// Whether this save itself has a file called `name`: one that it was given, or a shard.
     fn has_new(&self, name: &CStr) -> bool {
         let sealed = self.own.as_ref().and_then(|own| own.sealed.as_ref());
         let given =
@@ -49,7 +49,7 @@ impl Workspace {
                 && fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW).is_ok())
     }
 
-    /// Carries over one file. It replaces an older version of the file.
+    /// Carries over one file. An older version of the file is replaced.
     fn bring(&self, old: BorrowedFd<'_>, file: &CStr) -> io::Result<bool> {
         let there = fs::statat(old, file, AtFlags::SYMLINK_NOFOLLOW)?;
         let same = |here: fs::Stat| {
@@ -59,7 +59,7 @@ impl Workspace {
         if fs::statat(self.directory(), file, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(same) {
             return Ok(false);
         }
-        // The file is completed under another name first: the next attempt must not take a truncated file for the whole
+        // The file is completed under another name first: the next attempt must not take a truncated file for a whole
         // one.
         let _ = fs::unlinkat(self.directory(), ON_ITS_WAY, AtFlags::empty());
         take(old, file, self.directory(), ON_ITS_WAY)?;
@@ -67,10 +67,10 @@ impl Workspace {
         Ok(true)
     }
 
-    /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is
-    /// open as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks;
-    /// where the file system has neither, that is an error. Its bytes are as durable as those of `open`; the bytes of a
-    /// copy are durable. Its name is durable when the workspace is published, like those of all shards. `path`, of the
+    /// Links a shard of another checkpoint under the temporary name `name` (see `settle`): the file called `file` in
+    /// the directory `from`, which is open as `open`. `name` becomes a hard link, or a copy that shares its blocks; a
+    /// file system with neither gives an error. Its bytes are as durable as those of `open`; the bytes of a copy are
+    /// durable. The name becomes durable when the workspace is published, like those of all shards. `path`, of the
     /// other checkpoint, is for messages.
     pub fn link(
         &self,
@@ -90,7 +90,7 @@ impl Workspace {
         linked.map_err(Error::io(LINK, &path))
     }
 
-    /// Whether `name`, which was just made, is a link of `open`, and not of its replacement.
+    /// Checks that `name`, which was just made, links to `open` and not to a replacement of it.
     fn is_same(&self, name: &str, open: BorrowedFd<'_>) -> io::Result<()> {
         let here = fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW)?;
         if id(&here) == id(&fs::fstat(open)?) { Ok(()) } else { Err(Errno::STALE.into()) }
@@ -147,7 +147,7 @@ fn take(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> i
     }
 }
 
-/// Bytes that are copied in one call: it ends in time on slow storage, too.
+/// Bytes that are copied in one call: few enough for a prompt return on slow storage.
 const PIECE: u64 = if cfg!(test) { 3 } else { 1 << 28 };
 
 /// Copies a file durably. If the file system shares blocks between files, the copy takes no space.

@@ -12,13 +12,13 @@ use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
 use crate::sys::fs::{self, AtFlags, FileType};
 
-/// The file that torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest
-/// for them, and nothing here reads it.
+/// The file that torch.distributed.checkpoint and its tools look for. `fastckpt.dcp` writes one beside the manifest for
+/// them, and nothing here reads it.
 pub(super) const TORCH_METADATA: &str = ".metadata";
 
 /// The contents of a checkpoint's directory.
 pub(super) struct Files {
-    /// All names and kinds. Those in the directory `training` are listed as `training/NAME`, and that directory is not.
+    /// All names and kinds. Those in the directory `training` are listed as `training/NAME`; the directory is not.
     pub(super) all: Vec<(CString, FileType)>,
     /// The directory `training`, if there is one.
     pub(super) training: Option<OwnedFd>,
@@ -30,8 +30,8 @@ impl Files {
         self.all.is_empty() && self.training.is_none()
     }
 
-    /// Whether fastckpt wrote `file`, which is one of them. A model's shards have one of two names: beside `model`, an
-    /// adapter is somebody else's.
+    /// Whether fastckpt wrote `file`, which is one of the listed files. A model's shards have one of two names: beside
+    /// `model`, an adapter belongs to someone else.
     pub(super) fn has_own(&self, file: &CStr) -> bool {
         let is_named = |group, file: &CStr| file.to_str().is_ok_and(|file| groups::is_named(group, file));
         let foreign = || is_named(ADAPTER, file) && self.all.iter().any(|(other, _)| is_named(MODEL, other));

@@ -2,7 +2,7 @@
 //! one directory. `python/fastckpt/_foreign.py` has the same table, for messages without the core and for object
 //! stores; `tests/api/test_foreign.py` compares them.
 
-/// The programs that write files with these names, each of which has at most one `*`.
+/// The programs and the names of their files. A name has at most one `*`.
 const FORMATS: [(&str, &[&str]); 5] = [
     ("torch.distributed.checkpoint", &["*.distcp", ".metadata"]),
     ("DeepSpeed", &["*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"]),
@@ -11,7 +11,7 @@ const FORMATS: [(&str, &[&str]); 5] = [
     ("safetensors", &["*.safetensors", "*.safetensors.index.json"]),
 ];
 
-/// The program that writes files called `name`; nothing for a name of no format.
+/// The program that writes files called `name`; nothing for any other name.
 pub(super) fn writer_of(name: &[u8]) -> Option<&'static str> {
     let fits = |pattern: &str| match pattern.split_once('*') {
         Some((begin, end)) => {

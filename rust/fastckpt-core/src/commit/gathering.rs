@@ -1,5 +1,5 @@
-//! A copy of a checkpoint that is on its way: its files are gathered beside the target path, and become the checkpoint
-//! there all at once (`docs/format.md`, 6.4).
+//! A copy of a checkpoint in progress: its files are gathered beside the target path, and become the checkpoint there
+//! all at once (`docs/format.md`, 6.4).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -54,8 +54,8 @@ pub struct Gathering {
 }
 
 impl Gathering {
-    /// Opens, or makes, the place for a copy with this `manifest` at `target`. Incomplete files of dead processes are
-    /// removed there.
+    /// Opens or makes the directory for a copy with this `manifest` at `target`. Incomplete files of dead processes in
+    /// it are removed.
     pub fn open(target: &Path, manifest: Vec<u8>, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let seal = manifest::seal_of(&manifest)
@@ -139,7 +139,7 @@ impl Gathering {
         incoming.write(offset, bytes).map_err(Error::io("write", &self.path_of(&incoming.name)))
     }
 
-    /// Makes a file that is filled durable, and gives it its name.
+    /// Makes a filled file durable, and gives it its name.
     pub fn keep(&self, incoming: Incoming, name: &str) -> Result<()> {
         let path = self.path_of(name);
         let Incoming { name: part, file, .. } = incoming;
@@ -156,7 +156,7 @@ impl Gathering {
     /// Gives up a file that is not whole.
     pub fn drop_part(&self, incoming: Incoming) {
         let Incoming { name, file, .. } = incoming;
-        // Closed first: NFS keeps an open file under another name.
+        // Close it first: NFS keeps an open file under another name.
         drop(file);
         self.unlink(&name);
     }
@@ -181,12 +181,12 @@ impl Gathering {
             Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
-        // After a failure. Or the file had its name already: a rename to another link of one file does nothing.
+        // After a failure, or if the file already had its name: a rename between two links of one file does nothing.
         self.unlink(&part);
         linked.map_err(Error::io("link", &source))
     }
 
-    /// Makes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
+    /// Publishes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
     /// warnings. The gathered files are given up after this.
     pub fn publish(&self, files: Vec<(String, u64)>) -> Result<Vec<String>> {
         let mut workspace = Workspace::create(&self.target, self.overwrite)?;
@@ -199,11 +199,11 @@ impl Gathering {
         Ok(workspace.publish()?.warnings())
     }
 
-    /// Removes the gathered files. Other processes that gather here fail. If removing fails, the next save sweeps it,
-    /// or it is listed among the leftovers.
+    /// Removes the gathered files. Other processes that gather here fail. If the removal fails, the next save sweeps
+    /// them, or they are listed among the leftovers.
     pub fn give_up(self) {
         let Self { parent, name, id, note, directory, lock, .. } = self;
-        // They are closed first: NFS keeps an open file under another name.
+        // Close them first: NFS keeps an open file under another name.
         drop((note, directory, lock));
         let _ = throw_away(parent.as_fd(), &name, id);
     }

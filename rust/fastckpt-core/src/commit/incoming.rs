@@ -8,7 +8,7 @@ use crate::format::checksum;
 use crate::sys::file::{DataFile, PAGE};
 use crate::sys::memory::Bytes;
 
-/// A file of its own name in a directory. Nobody else writes it.
+/// A file with a unique name in a directory. No other process writes it.
 #[derive(Debug)]
 pub struct Incoming {
     pub(super) name: String,

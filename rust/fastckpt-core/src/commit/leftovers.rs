@@ -74,8 +74,8 @@ pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) ->
     })
 }
 
-/// Removes the directory of a checkpoint, which holds plain files alone, the manifest first: a half-removed directory is not a checkpoint. A file that is
-/// already gone is not a failure.
+/// Removes the directory of a checkpoint, which holds plain files alone, the manifest first: a half-removed directory
+/// is not a checkpoint. A file that is already gone is not a failure.
 pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -168,7 +168,7 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
                 Life::Dead if without => State::Unknown,
                 Life::Alive => State::Alive,
                 Life::Unknown => State::Unknown,
-                // Checked after the verdict: a live writer may take an old checkpoint aside at any moment.
+                // Checked after the verdict: a live writer may move an old checkpoint aside at any moment.
                 Life::Dead if has_partner(parent, found) => State::Kept,
                 Life::Dead => State::Dead,
             };
@@ -178,7 +178,7 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     Some(Finding { state, id, verdict })
 }
 
-/// Whether an old checkpoint was taken aside for the workspace `found`. The two together mean that the old checkpoint
+/// Whether an old checkpoint was moved aside for the workspace `found`. The two together mean that the old checkpoint
 /// must be put back.
 fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     refresh(parent);

@@ -26,7 +26,7 @@ pub struct Listed {
     pub created: Option<f64>,
     /// The size of its files, in bytes.
     pub bytes: u64,
-    /// Whether a save took it aside and has put nothing in its place, so that no directory has its name. A load still
+    /// Whether a save moved it aside and has put nothing in its place, so that no directory has its name. A load still
     /// finds it.
     pub aside: bool,
     /// The defect of its manifest or its files, as far as names and lengths show.
@@ -34,7 +34,7 @@ pub struct Listed {
 }
 
 /// Lists the checkpoints in `directory`, sorted by name: the directories that hold a manifest, and the checkpoints that
-/// a killed save took aside. Symbolic links are not followed. A workspace is not a checkpoint.
+/// a killed save moved aside. Symbolic links are not followed. A workspace is not a checkpoint.
 pub fn list(directory: &Path) -> Result<Vec<Listed>> {
     let parent = open_directory(directory).map_err(Error::io("list", directory))?;
     let parent = parent.as_fd();

@@ -1,4 +1,4 @@
-//! Durability and visibility. Only this module handles them: no other module renames, locks, removes or syncs a
+//! Durability and visibility. Only this module handles both: no other module renames, locks, removes or syncs a
 //! directory of checkpoints.
 //!
 //! A checkpoint is built in a [`Workspace`], a directory with its own name beside the target path (`docs/format.md`,

@@ -86,7 +86,7 @@ pub(super) fn gathering_name(name: &OsStr, seal: &str) -> OsString {
     OsString::from_vec([&stem(name), COPY, seal.as_bytes()].concat())
 }
 
-/// The inverse of [`gathering_name`]: the name and the checksum. Of a long name it has only the start.
+/// The inverse of [`gathering_name`]: the name and the checksum. A long name is cut to its start.
 pub(super) fn parse_gathering(name: &OsStr) -> Option<(&OsStr, &str)> {
     let (stem, seal) = name.as_bytes().split_at_checked(name.len().checked_sub(checksum::HEX)?)?;
     checksum::from_hex(seal)?;

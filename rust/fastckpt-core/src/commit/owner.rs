@@ -88,7 +88,7 @@ fn start_of(process: &str) -> Option<u64> {
     stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
 }
 
-/// The facts about the writer of a workspace.
+/// Whether the writer of a workspace lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
     /// Its process runs, or its lock is held.

@@ -12,7 +12,7 @@ use crate::error::{Error, OPEN_PARENT, Result};
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
 
-/// Opens the directory `path`. Makes it, and the directories above it, where they are missing, and makes their names
+/// Opens the directory `path`. Makes it and the directories above it where they are missing, and makes their names
 /// durable. Other processes may make the same ones meanwhile.
 pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     let (mut at, missing) = nearest(path)?;
@@ -20,7 +20,7 @@ pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     // that sync, so only the name of an empty one is in doubt.
     if is_empty(at.as_fd()) {
         match open_child(at.as_fd(), OsStr::new("..")).and_then(|above| sync(above.as_fd())) {
-            // The directory above may not be read.
+            // The directory above may be unreadable.
             Ok(_) | Err(Errno::ACCESS) => {}
             Err(error) => return Err(Error::io("sync the directories above", path)(error)),
         }
@@ -33,7 +33,7 @@ pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(Error::io("make the directory", path)(error)),
         }
-        sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;
+        sync(at.as_fd()).map_err(Error::io("sync the parent directory of", path))?;
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         at = retry_on_intr(|| fs::openat(&at, name.as_os_str(), flags, Mode::empty()))
             .map_err(Error::io(OPEN_PARENT, path))?;
@@ -56,12 +56,12 @@ pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
     }
 }
 
-/// The nearest directory at or above `path` that exists. Where there is none, the save will say why.
+/// The nearest existing directory at or above `path`. If there is none, the save reports why.
 pub(crate) fn directory_at(path: &Path) -> Option<OwnedFd> {
     nearest(path).ok().map(|(directory, _)| directory)
 }
 
-/// The nearest directory at or above `path` that exists, and those below it that do not, the lowest first.
+/// The nearest existing directory at or above `path`, and the missing ones on the way, the lowest first.
 fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
     let mut missing: Vec<(&Path, io::Error)> = Vec::new();
     for above in path.ancestors() {
@@ -89,7 +89,7 @@ fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
     Err(Error::io(OPEN_PARENT, path)(gone))
 }
 
-/// Refuses names that the file system of `directory` finds too long: none of them is made then.
+/// Refuses names that the file system of `directory` finds too long, before any directory is made.
 fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
     for path in missing {
         if let Some(name) = path.file_name() {
@@ -103,7 +103,7 @@ fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
 pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error @ Errno::NAMETOOLONG) => Err(error),
-        // The other properties of a name that is looked up in the wrong place do not matter.
+        // Only the length matters: the name is looked up in another directory.
         _ => Ok(()),
     }
 }

@@ -1,5 +1,5 @@
-//! An old checkpoint that a commit took aside. A process that finds its name free finds it, and puts it back if its
-//! writer is dead.
+//! An old checkpoint that a commit moved aside. A process that finds its name free looks for it, and puts it back if
+//! its writer is dead.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -22,8 +22,8 @@ use crate::sys::fs::{self, AtFlags};
 /// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint in
 /// place. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
-/// How long a load checks a name that is free, and whose directory keeps changing: nothing proves then that there is no
-/// checkpoint.
+/// How long a load looks at a free name whose directory keeps changing: such a directory does not prove that there is
+/// no checkpoint.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
@@ -34,13 +34,13 @@ const PAUSE: Duration = Duration::from_millis(10);
 pub(super) enum Free {
     /// Something has the name again.
     Taken,
-    /// Nothing has it, and nothing was taken aside from it.
+    /// Nothing has it, and nothing was moved aside from it.
     Truly,
-    /// Nothing has it, but an old checkpoint was taken aside from it.
+    /// Nothing has it, but an old checkpoint was moved aside from it.
     For(Aside),
 }
 
-/// An old checkpoint that a commit took aside and has not replaced yet.
+/// An old checkpoint that a commit moved aside and has not replaced yet.
 pub(super) struct Aside {
     pub(super) name: OsString,
     /// The verdict about its writer, valid while this is held.
@@ -55,7 +55,7 @@ fn family(parent: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<Vec<OsStri
     Ok(all.filter(related).collect())
 }
 
-/// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
+/// Looks for the newest checkpoint that was moved aside from `name`, which was found to be free.
 ///
 /// A single listing must show that nothing has the name and that nothing is aside. Two separate looks could both miss a
 /// directory that moves between them, and so can a listing that others change meanwhile.
@@ -153,7 +153,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
     Then::OpenAgain
 }
 
-/// Where a symbolic link such as `latest` leads: to the checkpoint that was replaced.
+/// The target of a symbolic link such as `latest`: the checkpoint that was replaced.
 fn followed(path: &Path) -> PathBuf {
     let mut path = path.to_path_buf();
     for _ in 0..LINKS {
@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// The same, with a clock for the time it has taken. It is called once before each look, so that the last look comes
-/// after the end of the wait: on a busy machine a single one may take longer.
+/// The same, with a clock for the time it has taken. The clock is called before each look, so that the last look comes
+/// after the end of the wait: on a busy machine a single look may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {
@@ -183,7 +183,7 @@ fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> 
     while missing(&directory) {
         let taken = clock();
         if taken > PATIENCE {
-            // Not "nothing is there": a program would take that for a new run.
+            // Not "not found": a program would start a new run.
             directory = Err(Errno::BUSY.into());
             break;
         }
@@ -292,7 +292,7 @@ mod tests {
         let workspace = sealed(&path, "two");
         let aside = parent.path().join(aside_name(workspace.temporary(), 0));
         std::fs::rename(&path, &aside).unwrap();
-        // Its writer lives: it is read where it lies, once the wait is over.
+        // Its writer lives: it is read in place, once the wait is over.
         let mut times = [Duration::ZERO, COMMIT_WAIT * 2].into_iter();
         let opened = open_by(&path, &mut || times.next().unwrap()).unwrap();
         assert_eq!(fs::fstat(opened).unwrap().st_ino, fs::stat(&aside).unwrap().st_ino);

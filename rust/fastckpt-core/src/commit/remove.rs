@@ -22,8 +22,8 @@ type StaysWith<'a> = &'a dyn Fn(&Files, &CStr) -> bool;
 /// Durably removes the checkpoint at `path`, and leftovers of it under other names from killed saves. It does not wait
 /// for readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
-/// `more`, which are names, or all with `force`.
+/// Files that are not part of the checkpoint are an error. Plain ones are removed as well if they are among `more`,
+/// which are names, or all with `force`.
 pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
     let stays_with = |files: &Files, file: &CStr| {
         let listed = || more.iter().any(|one| one.as_bytes() == file.to_bytes());
@@ -31,7 +31,7 @@ pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
     };
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
-        split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
+        split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's name"))?;
     let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
     let parent = parent.as_fd();
     // Swept first: an old checkpoint whose successor has the name would otherwise stay for good once the successor is
@@ -81,14 +81,14 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, stays_with: StaysWit
     }
     // Something may have been added to it meanwhile.
     if let Err(refusal) = examine(directory.as_fd(), path, stays_with) {
-        unclaim(parent, found, &claimed).map_err(Error::io("give back its name to", path))?;
+        unclaim(parent, found, &claimed).map_err(Error::io("restore the name of", path))?;
         return Err(refusal);
     }
     let Some(garbage) = Temporary::parse(claimed.as_encoded_bytes()).map(|t| t.renamed(Kind::Del)) else {
         return Ok(false);
     };
     fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
-    sync(parent).map_err(Error::io("sync the directory of", path))?;
+    sync(parent).map_err(Error::io("sync the parent directory of", path))?;
     match destroy(parent, &garbage, expected) {
         // A process has one of its files open, on a file system that keeps such files under hidden names. A later save
         // sweeps the rest.
@@ -101,7 +101,7 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or one that it `stays_with`.
+/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or that `stays_with` keeps.
 fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: StaysWith<'_>) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
@@ -211,7 +211,7 @@ mod tests {
         ] {
             assert!(refusal(&at(name), true).contains(why), "{name}");
         }
-        assert!(refusal(Path::new("/"), true).contains("own name"));
+        assert!(refusal(Path::new("/"), true).contains("checkpoint's name"));
         assert_eq!(names(parent.path()), ["c", "empty", "file", "link", "weights"]);
         assert!(path.exists());
     }

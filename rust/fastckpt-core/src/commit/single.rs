@@ -1,5 +1,5 @@
 //! One file that appears at its path whole and durable, or not at all. It is written in a workspace beside the path,
-//! and leaves it by a rename: what a killed process leaves is swept like any workspace.
+//! and leaves it by a rename: the leftovers of a killed process are swept like any workspace.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -63,7 +63,7 @@ impl SingleFile {
         if is_new(&parent) {
             sweep(parent.as_fd());
         }
-        // Nobody sees bytes of a file that the one that it replaces would not show. A directory may pass its group on.
+        // The new file is never more open than the one that it replaces. A directory may pass its group on.
         let inherited = fs::fstat(&parent).map_or(0, |stat| stat.st_mode & 0o2000);
         let hidden = old.map(|_| inherited);
         let workspace = Workspace::begin((parent, parent_path), name, target, true, (None, hidden))?;
@@ -90,16 +90,16 @@ impl SingleFile {
     }
 
     /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. That sum is kept
-    /// with it where the file system can.
+    /// with the file where the file system can.
     pub fn publish(self, nbytes: u64, sum: u64) -> Result<()> {
         let Self { workspace, file: Incoming { file, .. }, old } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));
         retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
-        // Before the mode, which may take away the right to do so.
+        // Before the mode, which may forbid it.
         let _ = keep_sum(fd, nbytes, sum);
         if let Some((mode, group)) = old {
             let same = fs::fstat(fd).is_ok_and(|stat| stat.st_gid == group.as_raw());
-            // What one group was allowed, another one is not.
+            // The permissions of one group are not passed to another.
             let mode =
                 if same || fs::fchown(fd, None, Some(group)).is_ok() { mode } else { mode - Mode::RWXG };
             // This fails if the file system has no modes.
@@ -109,13 +109,13 @@ impl SingleFile {
         // NFS and FUSE keep an open file under another name when it is replaced later.
         drop(file);
         fs::renameat(workspace.directory(), DATA, &workspace.parent, &workspace.name)
-            .map_err(Error::io("give the finished file its name,", &workspace.target))?;
+            .map_err(Error::io("rename the finished file to", &workspace.target))?;
         sync(workspace.parent.as_fd()).map_err(Error::io("sync the directory of", &workspace.target))?;
         Ok(())
     }
 }
 
-/// Whether this process has not been here yet: of many small files in one directory, the first one sweeps.
+/// Whether this process has not written here yet: only the first of many small files in one directory sweeps.
 fn is_new(directory: &OwnedFd) -> bool {
     static KNOWN: Mutex<BTreeSet<Id>> = Mutex::new(BTreeSet::new());
     let Ok(stat) = fs::fstat(directory) else { return true };

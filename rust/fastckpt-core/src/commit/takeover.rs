@@ -31,9 +31,9 @@ impl Published {
     #[must_use]
     pub fn warnings(self) -> Vec<String> {
         let rival = "another save to this path ended while this one ran, and its checkpoint was replaced: processes \
-            of one job need a path each, or one of them saves";
-        let unsynced = "this file system does not sync directories: whether the checkpoint's name survives a power \
-            cut is up to it";
+            of one job must save to different paths, or only one of them may save";
+        let unsynced = "this file system does not sync directories: the checkpoint's name may not survive a power \
+            cut";
         let all = [(self.rival, rival), (self.unsynced, unsynced)];
         all.into_iter().filter(|(applies, _)| *applies).map(|(_, text)| text.to_owned()).collect()
     }
@@ -42,12 +42,12 @@ impl Published {
 /// A directory to remove, now that another checkpoint has its name. It is removed when this is dropped. The next save
 /// sweeps the rest.
 #[derive(Debug)]
-#[must_use = "dropping it may take long"]
+#[must_use = "dropping it may take a long time"]
 pub struct Displaced {
     /// Published: it is not removed.
     workspace: Workspace,
     found: Option<(OsString, Id)>,
-    /// A killed rival may have taken a checkpoint aside that this save did not find. It must not come back.
+    /// A killed rival may have moved a checkpoint aside that this save did not find. It must not come back.
     in_two_steps: bool,
 }
 
@@ -101,7 +101,7 @@ impl Workspace {
         // is looked up.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
-            Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
+            Err(error) => return Err(Error::io("find after the rename", &self.target)(error)),
         }
         let in_two_steps = done.in_two_steps;
         Ok((done, Displaced { workspace: self, found: displaced, in_two_steps }))
@@ -138,8 +138,8 @@ impl Workspace {
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Another process saved first, or removed the checkpoint first: look again. This does not loop for ever,
-            // and it does not happen if the finished directory itself was removed.
+            // Another process saved first, or removed the checkpoint first: look again. This does not loop forever, and
+            // it does not happen if the finished directory itself was removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
                 Ok(Step::Again)
@@ -199,7 +199,7 @@ impl Workspace {
         let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
-            "what appeared there during the save is now `{}`",
+            "the directory that appeared there during the save is now `{}`",
             self.parent_path.join(&kept).display()
         );
         Error::Exists { path: self.target.clone(), why }
@@ -243,7 +243,7 @@ impl Workspace {
                 } else if !checkpoint && id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
                     let why =
-                        format!("something else took the name; what had it before is `{}`", old.display());
+                        format!("something took the name; the old checkpoint is now `{}`", old.display());
                     return Err(Error::Exists { path: self.target.clone(), why });
                 }
                 Err(self.renaming()(error))
@@ -265,8 +265,7 @@ impl Workspace {
                 Err(Errno::NOTDIR | Errno::LOOP) => {
                     return Err(Error::Exists {
                         path: self.target.clone(),
-                        why: "somebody put something there while it was saved: choose another name"
-                            .to_owned(),
+                        why: "something was put there during the save: choose another name".to_owned(),
                     });
                 }
                 other => other.map_err(Error::io("open", &self.target))?,
@@ -275,7 +274,7 @@ impl Workspace {
                 break directory;
             }
             if turn == TURNS {
-                let why = "another machine put something there while it was saved, which cannot be looked at yet: \
+                let why = "another machine put something there during the save, and it cannot be read yet: \
                            save again";
                 return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
             }

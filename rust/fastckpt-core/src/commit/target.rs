@@ -18,7 +18,7 @@ use crate::sys::fs::{self, AtFlags, FileType, Stat, StatxAttributes, StatxFlags}
 /// A directory that a save may replace.
 #[derive(Debug)]
 pub(super) struct Old {
-    /// Its name: the final name, or the one under which a killed commit took it aside.
+    /// Its name: the final name, or the one under which a killed commit moved it aside.
     pub(super) name: OsString,
     /// Kept open: as long as it is open, no other directory gets its inode number.
     pub(super) directory: OwnedFd,
@@ -30,7 +30,7 @@ pub(super) struct Old {
 pub(super) fn split_target(target: &Path) -> Result<(PathBuf, OsString)> {
     split(target).ok_or_else(|| Error::Exists {
         path: target.to_path_buf(),
-        why: "the path must end in the checkpoint's own name".to_owned(),
+        why: "the path must end in the checkpoint's name".to_owned(),
     })
 }
 
@@ -64,7 +64,7 @@ pub(super) fn look(
                 if !gone || turn == TURNS {
                     return found;
                 }
-                // Its saver, on another machine, has gone on meanwhile, and removed it.
+                // Its writer, on another machine, has removed it meanwhile.
                 refresh(parent);
                 turn += 1;
             }
@@ -112,7 +112,7 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::Directory if is_mount_point(parent, name, &stat) => {
             return Err(exists(
-                "it is a mount point, and a checkpoint takes its name by a rename: save to a path below it",
+                "it is a mount point, which a rename cannot replace: save to a path below it",
             ));
         }
         FileType::Directory => {}
@@ -131,8 +131,8 @@ fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
         Ok(about) if about.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) => {
             about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
         }
-        // Linux before 5.8 does not report it, and a sandbox may refuse the call. That is how a subvolume of btrfs is
-        // refused.
+        // Linux before 5.8 does not report it, and a sandbox may refuse the call. A subvolume of btrfs is refused here,
+        // too.
         _ => fs::fstat(parent).is_ok_and(|parent| parent.st_dev != stat.st_dev),
     }
 }
@@ -160,7 +160,7 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
             "it holds a directory `training` and is not a checkpoint of fastckpt: choose another name",
         );
     }
-    // First, because these describe best what is there. A file of ours that is damaged has such a name, too.
+    // This comes first, because it describes best what is there. A file of ours that is damaged has such a name, too.
     for (file, _) in &files.all {
         let name = file.to_bytes();
         let own = is_ours(name) && name != TORCH_METADATA.as_bytes();
@@ -182,10 +182,10 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
         let name = file.to_bytes();
         if name == TRAINING.as_bytes() {
             return exists(&format!(
-                "it holds a file `{what}`, which is the name of a directory of its own: rename that"
+                "it holds a file `{what}`, but a checkpoint has a directory of that name: rename the file"
             ));
         }
-        // Nothing is carried over from the directory of our own.
+        // Nothing is carried over from our own directory.
         if in_training(&file).is_some() && !is_ours(name) && !is_remnant(&file) {
             return exists(&format!(
                 "it holds `{what}`, which is not part of the checkpoint: move that elsewhere first"

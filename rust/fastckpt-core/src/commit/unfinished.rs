@@ -28,7 +28,7 @@ pub(super) fn unfinished(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| parse_gathering(name).is_some()).collect())
 }
 
-/// The verdict on such a directory. No other process gathers in a dead one while this is held.
+/// The verdict on a directory of a copy. No other process gathers in a dead one while this is held.
 pub(super) struct Judged {
     pub(super) state: State,
     pub(super) id: Id,
@@ -78,7 +78,7 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     };
     fs::renameat(parent, found, parent, &garbage)?;
     if id_of_renamed(parent, &garbage) != Some(expected) {
-        // Another one has taken the name since it was examined. It holds copies of files that are elsewhere.
+        // Another directory has taken the name since the examination. It holds copies of files that are elsewhere.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
     destroy(parent, &garbage, expected)

@@ -69,13 +69,13 @@ impl Workspace {
         sweep_finished(parent.as_fd());
         let about = (old.as_ref().map(|old| old.id), old.as_ref().map(|old| old.mode));
         let made = Self::begin((parent, parent_path), name, target, overwrite, about);
-        // Only now may another directory have its id.
+        // Only now may another directory get its id.
         drop(old);
         made
     }
 
-    /// Creates the temporary directory in `parent`, for what will be called `name`. Given are the id and the mode of
-    /// what is there.
+    /// Creates the temporary directory in `parent` for the checkpoint `name`. The id and the mode of what has that name
+    /// are given.
     pub(super) fn begin(
         (parent, parent_path): (OwnedFd, PathBuf),
         name: OsString,
@@ -200,15 +200,15 @@ impl Workspace {
         }
     }
 
-    /// An error that names the operation that failed with this workspace.
+    /// The error for an operation that failed on this workspace.
     pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
     }
 
     /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
     /// durable. The manifest and the other `files`, by name and content, are written and made durable here. `meanwhile`
-    /// runs while they are on their way to the disk. Syncing it then costs one flush less on a file system that flushes
-    /// once for everything.
+    /// runs while these bytes are being written out. A sync after it costs one flush less on a file system that flushes
+    /// everything at once.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,
@@ -250,8 +250,7 @@ impl Workspace {
             if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
                 || u64::try_from(stat.st_size) != Ok(*bytes)
             {
-                let what =
-                    format!("it has {} bytes, and should have {bytes}: somebody changed it", stat.st_size);
+                let what = format!("it has {} bytes, expected {bytes}: something changed it", stat.st_size);
                 return Err(Error::corrupt(&path, what));
             }
         }

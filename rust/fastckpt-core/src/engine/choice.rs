@@ -10,12 +10,12 @@ use super::report::{Engine, Fallback, Fell};
 const BLOCKING_THREADS: usize = 12;
 /// Threads that go through the page cache. There the processor does the work, and a file takes one writer at a time.
 const BUFFERED_THREADS: usize = 4;
-/// More ring threads than this were never faster: what they share is copying, not submitting.
+/// More ring threads than this were never faster: they share the copying, not the submitting.
 const RING_THREADS: usize = 8;
 
 /// The most workers of an operation.
 pub const MOST_THREADS: usize = 256;
-/// The most by default: the memory for staging is enough for so many.
+/// The most by default: the staging memory suffices for this many.
 const USUAL_THREADS: usize = (STAGING_BUDGET / BLOCK_SIZE) as usize;
 
 /// The engine for a job, chosen before it runs. [`super::report::Ran`] says what ran in the end.
@@ -30,7 +30,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Chooses the engine and the number of workers for `bytes`. It probes for a ring by opening one in the calling
+    /// Chooses the engine and the number of workers for `bytes`. It tests for a ring by opening one in the calling
     /// thread.
     #[must_use]
     pub fn new(options: &Options, bytes: u64) -> Self {

@@ -8,8 +8,8 @@ use crate::sys::mapping::Stretch;
 use crate::sys::memory::{Bytes, Region, Source};
 use crate::sys::strided::{Rows, Strided};
 
-/// Bytes that a callback brings or takes in one call, where there is room for two calls' bytes in a worker's staging
-/// memory: one half is filled while the other one moves. Python's lock is taken once for each call.
+/// Bytes that a callback copies in one call if a worker's staging memory has room for two calls: one half is filled
+/// while the other half moves. Python's lock is taken once for each call.
 pub const BATCH: usize = 16 << 20;
 
 /// Bytes to fetch: those of number `index` from `start` on.
@@ -34,32 +34,32 @@ pub struct Pushed<'a> {
     pub from: &'a [u8],
 }
 
-/// What a callback says that fails.
+/// The outcome of a callback; a failure has a text.
 pub type Outcome = std::result::Result<(), String>;
-/// Copies bytes to where they are wanted. Worker threads call it. The memory belongs to it until it returns.
+/// Copies bytes to the given memory. Worker threads call it. The memory belongs to it until it returns.
 pub type Fill = Arc<dyn Fn(&mut [Pulled<'_>]) -> Outcome + Send + Sync>;
 /// Takes bytes. Worker threads call it. The memory belongs to it until it returns.
 pub type Drain = Arc<dyn Fn(&[Pushed<'_>]) -> Outcome + Send + Sync>;
 
-/// A tensor that a callback brings: its number `index`.
+/// A tensor whose bytes a callback supplies under the number `index`.
 #[derive(Clone)]
 pub struct Pull {
-    /// The callback. It is called for all tensors at once that have the same one.
+    /// The callback. One call serves all tensors that share it.
     pub fill: Fill,
     /// The number.
     pub index: usize,
 }
 
-/// A destination that a callback takes bytes for: its number `index`.
+/// A destination whose bytes a callback takes under the number `index`.
 #[derive(Clone)]
 pub struct Push {
-    /// The callback. It is called for all destinations at once that have the same one.
+    /// The callback. One call serves all destinations that share it.
     pub drain: Drain,
     /// The number.
     pub index: usize,
 }
 
-/// Fetches bytes of several tensors, each from its given offset on. One call asks a callback for all that it supplies.
+/// Fetches bytes of several tensors, each from its given offset on. Each callback is called once, for all its bytes.
 pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut [u8])>) -> Result<()> {
     let mut calls: Vec<(&Fill, Vec<Pulled<'_>>)> = Vec::new();
     for (Pull { fill, index }, start, to) in wanted {
@@ -72,7 +72,7 @@ pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut
     calls.iter_mut().try_for_each(|(fill, ranges)| fill(ranges)).map_err(Error::Callback)
 }
 
-/// Hands bytes to several destinations, each from its given offset on. One call hands a callback all that it takes.
+/// Hands bytes to several destinations, each from its given offset on. One call hands a callback all its bytes.
 pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u8])>) -> Result<()> {
     let mut calls: Vec<(&Drain, Vec<Pushed<'_>>)> = Vec::new();
     for (Push { drain, index }, start, from) in all {
@@ -86,14 +86,14 @@ pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u
 }
 
 impl Push {
-    /// A destination that has a callback of its own, which takes the bytes from a start on.
+    /// A destination with a separate callback, which takes the bytes from a start on.
     pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
         Self { drain: Arc::new(drain), index: 0 }
     }
 }
 
-/// The same for another part of this crate, whose errors stay what they are.
+/// The same for another part of this crate, whose errors are passed on unchanged.
 pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 
 /// Where a tensor to save lies.
@@ -115,7 +115,7 @@ pub enum Destination {
     Strided(Strided),
     /// Elsewhere, handed over piece by piece.
     Push(Push),
-    /// Elsewhere: bytes of a larger array, handed over piece by piece. The rows say where the bytes lie in the array; the
+    /// Elsewhere: bytes of a larger array, handed over piece by piece. The rows give their places in the array; the
     /// number is the first byte of theirs.
     Rows(Push, Arc<Rows>, u64),
     /// Handed over to another part of this crate, piece by piece.
@@ -127,7 +127,7 @@ pub enum Destination {
 }
 
 impl Content {
-    /// A tensor that has a callback of its own, which copies the bytes from a start on.
+    /// A tensor with a separate callback, which copies the bytes from a start on.
     pub fn each(copy: impl Fn(u64, &mut [u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let fill = move |all: &mut [Pulled<'_>]| all.iter_mut().try_for_each(|one| copy(one.start, one.to));
         Self::Pull(Pull { fill: Arc::new(fill), index: 0 })

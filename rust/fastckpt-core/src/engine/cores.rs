@@ -1,23 +1,23 @@
-//! The cores of a rank: those that it may run on, and its share of those that the ranks of its node have together.
+//! The cores of a rank: those that it may run on, and its share of the cores of its node.
 
 use std::fs::read_to_string;
 use std::path::Path;
 
-/// A rank has so many, if it may run on them, however small its share is: ranks rarely copy at the same time, and one
+/// A rank gets this many, if it may run on them, however small its share: ranks rarely copy at the same time, and one
 /// core copies and sums no more than some GB/s.
 const LEAST: usize = 4;
 /// The unit below: thousandths of a core, as a quota may have a fraction.
 const CORE: u64 = 1000;
 
-/// The cores of one of `ranks` processes on this node; 0 where nobody says how many. The query costs 0.1 ms.
+/// The cores of one of `ranks` processes on this node; `ranks` is 0 if unknown. The query costs 0.1 ms.
 pub(super) fn of(ranks: usize) -> usize {
     let own = rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize);
     share(Path::new("/"), own, ranks.max(1))
 }
 
 /// At most `own`, those that the affinity of the process allows. An affinity may be the rank's own (`torchrun
-/// --numa-binding`, `srun --cpus-per-task`), so it is not divided: the processors online, and those and the quotas of the
-/// control groups are, the same for all ranks. The fraction of a quota is a core: a worker waits more than it computes.
+/// --numa-binding`, `srun --cpus-per-task`), so it is not divided. The processors online and the sets and quotas of the
+/// control groups are divided. A quota is rounded up to whole cores: a worker waits more than it computes.
 fn share(root: &Path, own: usize, ranks: usize) -> usize {
     let groups = read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as u64 * CORE);
@@ -55,7 +55,7 @@ fn ratio(quota: &str, period: &str) -> Option<u64> {
     quota?.checked_mul(CORE)?.checked_div(period?)
 }
 
-/// The length of a list of processors, as in `0-3,8`.
+/// The length of a list of processors such as `0-3,8`.
 fn count(directory: &Path, file: &str) -> Option<u64> {
     let text = read_to_string(directory.join(file)).ok()?;
     let range = |range: &str| {
@@ -86,10 +86,10 @@ mod tests {
     #[test]
     fn an_affinity_of_its_own_is_not_divided_and_what_the_node_has_is() {
         let online = ("sys/devices/system/cpu/online", "0-55,64-119\n");
-        assert_eq!(cores(&[online], 14, 8), 14, "bound to its own");
+        assert_eq!(cores(&[online], 14, 8), 14, "bound to these cores");
         assert_eq!(cores(&[online], 112, 8), 14, "bound to none");
         assert_eq!(cores(&[online], 7, 8), 7);
-        assert_eq!(cores(&[], 112, 8), 14, "nobody says what is online");
+        assert_eq!(cores(&[], 112, 8), 14, "unknown which are online");
         assert_eq!(cores(&[("sys/devices/system/cpu/online", "0-13")], 14, 8), LEAST);
         assert_eq!(
             cores(&[("sys/devices/system/cpu/online", "0,1")], 2, 8),

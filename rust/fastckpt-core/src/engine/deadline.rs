@@ -1,9 +1,9 @@
 //! Saves that end although storage never answers.
 //!
 //! A call that storage does not answer cannot be ended: its thread stays in the kernel, which may still read the memory
-//! and write to the file. So the whole save runs in a thread of its own that owns all it needs: memory, files, locks.
-//! The caller waits for it, and leaves it alone once its calls hang (see [`crate::sys::calls`]). Should storage answer
-//! after all, the save finds at its next sign of life that nobody waits for it, and clears its traces away.
+//! and write to the file. So the whole save runs in a separate thread that owns all it needs: memory, files, locks. The
+//! caller waits for it, and abandons it once its calls hang (see [`crate::sys::calls`]). If storage answers after all,
+//! the save finds at its next sign of life that no caller waits for it, and removes its files.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -17,23 +17,23 @@ use crate::sys::calls::{Calls, Hanging};
 use crate::sys::thread::builder;
 use crate::telemetry;
 
-/// The directories in which checkpoints were to be saved whose saves were given up, in which process, and their calls,
-/// which are there as long as one of their threads is.
+/// The saves that were given up: the directory of each checkpoint, the process, and the save's calls, which exist as
+/// long as one of its threads does.
 static GIVEN_UP: Mutex<Vec<(PathBuf, u32, Weak<Calls>)>> = Mutex::new(Vec::new());
 
-/// For how long no call has ended before the monitor says so: storage that is only busy answers earlier.
+/// How long no call ends before the monitor reports it: storage that is only busy answers earlier.
 const NOTABLE: Duration = Duration::from_secs(10);
 
 /// What a job sends to its caller.
 enum Word<T> {
-    /// A sign of life, which has to be answered.
+    /// A sign of life, which needs an answer.
     Done(u64, u64),
     /// The end.
     End(Result<T>),
 }
 
 /// Runs `job`, a step of a save to `path`. With a `deadline` it fails once a call to storage has not ended, and none of
-/// the others has, for as long. Then the job is left to itself, and it must own all that it uses; see also [`refuse`].
+/// the others has, for as long. Then the job is abandoned, so it must own all that it uses; see also [`refuse`].
 pub fn within<T: Send + 'static>(
     deadline: Option<Duration>,
     path: &Path,
@@ -44,7 +44,7 @@ pub fn within<T: Send + 'static>(
     let calls = Arc::new(Calls::default());
     let (words, heard) = channel();
     let (answers, answered) = channel();
-    // If no thread can start, the caller still has it.
+    // If no thread can start, the caller still has the job.
     let job = Arc::new(Mutex::new(Some(job)));
     let body = {
         let (job, calls) = (Arc::clone(&job), Arc::clone(&calls));
@@ -77,7 +77,7 @@ pub fn within<T: Send + 'static>(
     })
 }
 
-/// Waits for a job: its outcome, or the call that hangs. Says so once one has lasted a `notable` time.
+/// Waits for a job: its outcome, or the call that hangs. Reports a call that lasts a `notable` time.
 fn wait<T>(
     (heard, answers): (&Receiver<Word<T>>, &Sender<bool>),
     calls: &Calls,
@@ -119,13 +119,13 @@ fn text(Hanging { operation, path, since, .. }: &Hanging) -> String {
     format!("hangs since {hour:02}:{minute:02}:{second:02}Z in {operation}: {file}")
 }
 
-/// Whether a save has ended because it was left to itself.
+/// Whether a save has ended because it was abandoned.
 pub fn given_up<T>(outcome: &Result<T>) -> bool {
     matches!(outcome, Err(Error::Hangs { end: Given::Up | Given::UpAtTheEnd, .. }))
 }
 
-/// For a save to `path` that begins: with a deadline, it fails at once if one to the same directory was given up whose
-/// calls still hang.
+/// For a save to `path` that begins: with a deadline, it fails at once if an abandoned save to the same directory has
+/// calls that still hang.
 pub fn refuse(deadline: Option<Duration>, path: &Path) -> Result<()> {
     // Another thread may have had the lock when this process was forked.
     let Ok(mut all) = GIVEN_UP.try_lock() else { return Ok(()) };

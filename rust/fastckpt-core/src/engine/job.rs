@@ -21,10 +21,10 @@ pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
 
 /// A new staging buffer, or one that an earlier operation left.
 pub fn new_staging(len: usize) -> Result<Slab> {
-    slabs::take(len).map_err(Error::io("map memory for staging", "memory".as_ref()))
+    slabs::take(len).map_err(Error::io("map staging", "memory".as_ref()))
 }
 
-/// What becomes of a block that is to be started.
+/// How a block starts.
 #[derive(Debug)]
 pub enum Start {
     /// It goes to the backend.
@@ -33,14 +33,14 @@ pub enum Start {
     Later(State),
 }
 
-/// What becomes of a block that moved.
+/// What follows for a block that moved.
 #[derive(Debug)]
 pub enum Next {
     /// It is done.
     Done,
     /// Another transfer of it must follow.
     Again(Transfer),
-    /// Callbacks take bytes of it: it is kept for [`Job::hand_over`].
+    /// Callbacks need bytes of the block: it is kept for [`Job::hand_over`].
     Hold,
 }
 
@@ -60,7 +60,7 @@ pub trait Job: Sync {
         false
     }
 
-    /// Ends all such waits. Called after a failure, once it was kept as that of the operation.
+    /// Ends all waits for other processes. Called after a failure that is already recorded as the operation's.
     fn stop(&self) {}
 
     /// Number of blocks.
@@ -83,18 +83,18 @@ pub trait Job: Sync {
         false
     }
 
-    /// Bytes of staging memory that a block takes, in whole pages, if callbacks bring bytes of it.
+    /// Bytes of staging memory that a block takes, in whole pages, if callbacks supply any of its bytes.
     fn fetched(&self, _block: usize) -> Option<usize> {
         None
     }
 
-    /// Has callbacks bring what they have of `blocks`, of which each has [`Job::fetched`] bytes of `memory`. Returns these.
+    /// Has callbacks supply their bytes of `blocks`, each in its [`Job::fetched`] bytes of `memory`. Returns these.
     fn fetch(&self, _blocks: Range<usize>, _memory: Dealt) -> Result<Vec<Dealt>> {
         Ok(Vec::new())
     }
 
-    /// Prepares a block to move. Takes what was `fetched` for it, if it was. It may have to wait: for its bytes,
-    /// or until another file is closed.
+    /// Prepares a block to move. Uses the bytes `fetched` for it, if any. The block may have to wait: for its bytes, or
+    /// until another file is closed.
     fn start(&self, block: usize, fetched: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Start>;
 
     /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters.

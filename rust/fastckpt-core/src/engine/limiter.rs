@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How much unused time is made up for. The time that a worker spends copying and writing must not add to its waiting.
+/// How much unused time is made up for. The time in which a worker copies and writes must not add to its waiting time.
 /// More slack would cause a burst after each stall.
 const SLACK: Duration = Duration::from_millis(200);
 

@@ -19,13 +19,13 @@ pub struct Memory {
 impl Memory {
     /// Maps at least `size` bytes.
     pub fn new(size: usize) -> Result<Self> {
-        let failed = Error::io::<io::Error>("map memory in", "memory".as_ref());
+        let failed = Error::io::<io::Error>("map host", "memory".as_ref());
         let mapping = Mapping::new(size).map_err(failed)?;
         let (address, size) = (mapping.as_ptr().addr(), mapping.len());
         Ok(Self { address, size, mapping: Mutex::new(Some(Arc::new(mapping))) })
     }
 
-    /// Where it starts.
+    /// The address of its first byte.
     #[must_use]
     pub const fn address(&self) -> usize {
         self.address
@@ -37,7 +37,7 @@ impl Memory {
         self.size
     }
 
-    /// Whether a snapshot or an operation has it, or it is closed.
+    /// Whether a snapshot or an operation uses it, or it is closed.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         self.mapping.lock().unwrap_or_else(PoisonError::into_inner).is_none()
@@ -55,7 +55,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Unmaps it, unless a snapshot or an operation has it. It gives the memory back, and it can be used and closed again.
+    /// Unmaps it, unless a snapshot or an operation uses it. Once that ends, the memory can be used and closed again.
     pub fn close(&self) -> Result<()> {
         let mapping = lock(&self.mapping, "the memory is in use")?.take();
         drop(mapping);
@@ -63,7 +63,7 @@ impl Memory {
     }
 }
 
-/// Memory that an operation has for its staging buffers, until this is dropped.
+/// Memory for the staging buffers of an operation, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Lent {
     memory: Arc<Memory>,
@@ -71,12 +71,12 @@ pub(super) struct Lent {
 }
 
 impl Lent {
-    /// Takes the memory, which nothing else may have.
+    /// Takes the memory, which nothing else may use.
     pub(super) fn new(memory: &Arc<Memory>) -> Result<Self> {
         let dealer = Dealer::new(memory.take()?).map_err(|mapping| {
             let _ = memory.give(mapping);
             Error::Misused(
-                "the staging memory is in use, or belongs to another process: make new memory after a fork",
+                "the staging memory is in use, or belongs to another process: allocate new memory after a fork",
             )
         })?;
         Ok(Self { memory: Arc::clone(memory), dealer: Some(dealer) })
@@ -101,7 +101,7 @@ impl Drop for Lent {
     }
 }
 
-/// Locks, or refuses with `busy`. Waiting here for a thread that may need something from the caller would be a
+/// Locks, or refuses with `busy`. To wait here for a thread that may need something from the caller would be a
 /// deadlock.
 pub(crate) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
     match mutex.try_lock() {

@@ -21,7 +21,7 @@ pub const QUEUE_DEPTH: usize = 32;
 pub const MOST_DEPTH: usize = 32;
 /// Bytes of staging buffers in one save, all workers together, unless the call says otherwise.
 pub const STAGING_BUDGET: u64 = 96 << 20;
-/// The same in one load, which needs most of its memory for what it loads.
+/// The same in one load, which needs most of its memory for the loaded tensors.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
 /// The requested engine.
@@ -87,9 +87,9 @@ impl Ranks {
         }
     }
 
-    /// Whether other ranks of this node also read what lies at `path`. If the last or second-to-last component of the
-    /// path names this rank (`rank-3`, `mp_rank_03`), the path belongs to this rank alone. Any other path counts as one
-    /// that every rank loads.
+    /// Whether other ranks of this node also read from `path`. If the last or second-to-last component of the path
+    /// names this rank (`rank-3`, `mp_rank_03`), the path belongs to this rank alone. Any other path counts as one that
+    /// every rank loads.
     #[must_use]
     pub fn share(&self, path: &Path) -> bool {
         let mut names = path.components().rev().take(2).map(|name| name.as_os_str().to_string_lossy());
@@ -121,9 +121,9 @@ pub struct Options {
     /// Niceness of the worker threads, 0 to 19, which the kernel grants (`sys::nice::probe`). `None` keeps that of the
     /// process.
     pub nice: Option<u8>,
-    /// What the live counters tell of the call.
+    /// The data of the call for the live counters.
     pub call: Call,
-    /// The options of a save that its manifest keeps, by name, in words.
+    /// The options of a save that its manifest keeps, as names and texts.
     pub kept: Vec<(String, String)>,
     /// The save that these options are for, if it has begun already.
     pub begun: Option<Arc<Begun>>,

@@ -37,7 +37,7 @@ pub enum Reason {
     Incongruent,
     /// Staged: a tensor is not contiguous host memory.
     Elsewhere,
-    /// Staged: its memory is in small pages, which a device takes in short stretches.
+    /// Staged: its memory is in small pages, which a device reads in short pieces.
     SmallPages,
     /// Staged: only the checksum is wanted.
     Checked,

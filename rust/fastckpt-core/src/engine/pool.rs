@@ -1,4 +1,4 @@
-//! Threads that share some work: how they are started and waited for, and what one of them takes at a time.
+//! Threads that share work: how they start and end, and how much of it one takes at a time.
 
 use std::io;
 use std::ops::Range;
@@ -15,18 +15,18 @@ use crate::sys::nice;
 use crate::sys::sync::{AtomicUsize, Mutex, Ordering, current, park_timeout, scope};
 use crate::sys::thread::builder;
 
-/// More threads than this were never faster: what they share is memory.
+/// More threads than this were never faster: they share the memory.
 pub(crate) const MOST_THREADS: usize = 8;
-/// Bytes that one call brings from elsewhere, to be summed: in all threads together less than the staging buffers of a
+/// Bytes that one call fetches from elsewhere to be summed: in all threads together less than the staging buffers of a
 /// save, of which none is in use yet.
 const FETCHED: u64 = 8 << 20;
 
 /// The threads of a pool.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pool {
-    /// What the threads are called, before their numbers.
+    /// The name of the threads, before their numbers.
     name: &'static str,
-    /// How many they are. Without any, the calling thread does the work.
+    /// Their number. If it is 0, the calling thread does the work.
     threads: usize,
     niceness: Option<u8>,
 }
@@ -38,7 +38,7 @@ impl Pool {
         Self { name, threads: if bytes < SINGLE { 0 } else { threads }, niceness: options.nice }
     }
 
-    /// A pool of so many threads.
+    /// A pool of `threads` threads.
     pub(crate) const fn of(name: &'static str, threads: usize) -> Self {
         Self { name, threads, niceness: None }
     }
@@ -48,8 +48,8 @@ impl Pool {
         Self { niceness: None, ..self }
     }
 
-    /// Calls `work` with each number below `count`. The first failure, also a panic, ends that and is returned.
-    /// `progress` is called on the calling thread about ten times a second, and says whether to go on.
+    /// Calls `work` with each number below `count`. The first failure, a panic included, ends the work and is returned.
+    /// `progress` is called on the calling thread about ten times a second, and returns whether to go on.
     pub(crate) fn run(
         self,
         count: usize,
@@ -95,7 +95,7 @@ impl Pool {
 }
 
 /// Calls `work` in `threads` threads, with the number of each, and waits for them. Meanwhile it calls `progress` about ten
-/// times a second. Fewer threads are enough: returns how many started, and an error if not all did.
+/// times a second. Returns how many started, which are enough, and an error if not all did.
 pub(super) fn in_threads(
     name: &str,
     threads: usize,
@@ -129,11 +129,11 @@ pub(super) fn in_threads(
     (started, refused)
 }
 
-/// Puts what is to be summed into batches, of which one thread takes one at a time: ranges of the numbers of `parts`, each
-/// of which is given by its bytes and by whether callbacks bring them. Also returns the bytes of all.
+/// Divides `parts`, which are to be summed, into batches: ranges of numbers. A thread takes one batch at a time. A part
+/// is given by its bytes and by whether callbacks supply them. Also returns the bytes of all.
 pub(crate) fn batches(parts: impl IntoIterator<Item = (u64, bool)>) -> (Vec<Range<usize>>, u64) {
     let (mut all, mut total) = (Vec::new(), 0);
-    // The batch that is being filled: its first part, its bytes, and whether callbacks bring them.
+    // The batch that is being filled: its first part, its bytes, and whether callbacks supply them.
     let (mut begin, mut bytes, mut pulled, mut end) = (0, 0, false, 0);
     for (len, pulls) in parts {
         let most = if pulls { FETCHED } else { BLOCK_SIZE };
@@ -199,7 +199,7 @@ mod tests {
         let parts =
             [(1, false), (BLOCK_SIZE - 1, false), (0, false), (5, false), (5, true), (FETCHED - 5, true)];
         assert_eq!(batches(parts), (vec![0..3, 3..4, 4..6], BLOCK_SIZE + 5 + FETCHED));
-        // What is larger than a batch is one.
+        // A part larger than a batch is one batch.
         assert_eq!(batches([(2 * FETCHED, true), (1, true)]), (vec![0..1, 1..2], 2 * FETCHED + 1));
         assert_eq!(batches([]), (Vec::new(), 0));
     }

@@ -33,7 +33,7 @@ impl fmt::Display for Engine {
     }
 }
 
-/// What was refused. The numbers are the flags of `docs/telemetry.md`, 5.3.
+/// A refused feature. The numbers are the flags of `docs/telemetry.md`, 5.3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fell {
     /// `io_uring`.
@@ -47,7 +47,7 @@ pub enum Fell {
 /// Why the engine that ran is not the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
-    /// All that was refused: the sum of their [`Fell`].
+    /// All refused features: the sum of their [`Fell`].
     pub fell: u32,
     /// The errno of the first cause.
     pub errno: i32,
@@ -105,7 +105,7 @@ pub struct Report {
     pub shards: usize,
     /// Tensors moved.
     pub tensors: usize,
-    /// What a save took over from an earlier checkpoint; nothing for other operations.
+    /// The files that a save linked from an earlier checkpoint; none for other operations.
     pub linked: Linked,
 }
 

@@ -59,7 +59,7 @@ pub(super) fn run_on<J: Job>(
     operation: &Operation,
     progress: Progress<'_>,
 ) -> Result<Ran> {
-    // Memory that does not even hold one block is of no use.
+    // Memory that holds less than one block is of no use.
     let lent = options
         .staging
         .as_ref()
@@ -70,7 +70,7 @@ pub(super) fn run_on<J: Job>(
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
     let (threads, staged) = staging(job, threads, options, lent.as_ref())?;
     let queue_depth = match choice.engine {
-        // A worker that waits for the limit must not leave completions unreaped meanwhile.
+        // A worker that waits for the limit cannot reap completions meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
         Engine::Uring => options.queue_depth.clamp(1, MOST_DEPTH),
         Engine::Threads | Engine::Buffered => 1,
@@ -106,7 +106,7 @@ pub(super) fn run_on<J: Job>(
     Ok(conclude(moved, (engine, fallback), started.max(1), operation))
 }
 
-/// What a report says where no thread could be started.
+/// The fallback in a report if no thread could be started.
 fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>) -> Fallback {
     let nice = nice.map_or_else(String::new, |nice| format!(", without nice={nice}"));
     let reason = format!(
@@ -116,8 +116,8 @@ fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>
     Fallback::after(before, Fell::Workers, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason)
 }
 
-/// How many of `threads` workers there is staging memory for, and how they use it. For those that the caller asked for
-/// there is, or an error says how much they need.
+/// How many of `threads` workers get staging memory, and how they use it. If it is too little for the number that the
+/// caller requested, an error gives the bytes needed.
 fn staging<J: Job>(
     job: &J,
     threads: usize,
@@ -132,7 +132,7 @@ fn staging<J: Job>(
     let (blocks, calls) = (job.blocks(), job.calls());
     let whole = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
     let largest = if calls { job.largest().max(1).next_multiple_of(PAGE as usize) } else { whole };
-    // While callbacks fill one half of a worker's memory, the other one moves.
+    // While callbacks fill one half of a worker's memory, the other half moves.
     let each = if calls { 2 * lent.map_or(largest, |_| BATCH.max(largest)) } else { largest };
     let threads = threads.min(blocks).max(1);
     let asked = options.threads.map_or(0, |_| threads.saturating_mul(each));
@@ -141,7 +141,7 @@ fn staging<J: Job>(
         (None, Some(most)) if (most as usize) < asked => {
             let needed = format!("{threads} threads need {asked} bytes of staging memory, {each} each");
             return Err(Error::Invalid(format!(
-                "{needed}: staging={most} is too little; give more or fewer threads"
+                "{needed}: staging={most} is too little; raise it or use fewer threads"
             )));
         }
         (None, Some(most)) => most as usize,
@@ -154,7 +154,7 @@ fn staging<J: Job>(
     }
     let batch = BATCH.min(room / 2).max(largest);
     if !J::WRITE {
-        // Blocks arrive in any order, so each has a buffer of its own.
+        // Blocks arrive in any order, so each has a separate buffer.
         let size = size_within(largest, room);
         let buffers = lent.map(|_| (size, room / size));
         let largest = if lent.is_some() { largest } else { whole };
@@ -164,8 +164,8 @@ fn staging<J: Job>(
     for block in 0..blocks {
         let bytes = job.fetched(block).unwrap_or(0);
         match strides.last_mut() {
-            // A stride is of one file. Behind a block that waits for another file to be closed, one of that file would
-            // keep it open.
+            // A stride is within one file. Behind a block that waits for another file to be closed, a block of that
+            // file would keep it open.
             Some(last)
                 if bytes > 0
                     && last.bytes > 0
@@ -184,7 +184,7 @@ fn staging<J: Job>(
     Ok((threads, Staged { room, largest, batch, buffers, strides: Some(strides) }))
 }
 
-/// What ran. Also tells the monitor.
+/// What ran. Also informs the monitor.
 fn conclude(
     moved: Moved,
     (mut engine, mut fallback): (Engine, Option<Fallback>),

@@ -1,10 +1,10 @@
-//! What the monitor is told of the engine that runs.
+//! The reports to the monitor about the engine that runs.
 
 use super::path::IoPath;
 use super::report::{Engine, Fallback, Ran};
 use crate::telemetry::{self, Operation};
 
-/// Tells which engine runs.
+/// Reports which engine runs.
 pub(super) fn run(operation: &Operation, engine: Engine, fallback: Option<&Fallback>, mixed: bool) {
     operation.ran(&telemetry::Ran {
         engine: engine as u32,
@@ -15,7 +15,7 @@ pub(super) fn run(operation: &Operation, engine: Engine, fallback: Option<&Fallb
     });
 }
 
-/// Tells what ran.
+/// Reports what ran.
 pub(super) fn end(operation: &Operation, ran: &Ran) {
     let buffered = ran.blocks.on(IoPath::Buffered);
     let direct = ran.blocks.on(IoPath::ZeroCopy) + ran.blocks.on(IoPath::Staged);

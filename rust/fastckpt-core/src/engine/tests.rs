@@ -40,7 +40,7 @@ struct Blocks<const WRITE: bool> {
     strict: bool,
     /// What was read.
     read: Mutex<Vec<u8>>,
-    /// Whether the first block that completes must be moved again.
+    /// Whether the first completed block must be moved again.
     again: AtomicBool,
     /// What the first block waits for.
     held: Mutex<Option<mpsc::Receiver<()>>>,
@@ -168,8 +168,7 @@ fn run_with<const WRITE: bool>(
     run_on(&open, job, &choice, &options, BLOCK as u64, &operation, progress)
 }
 
-/// Writes, then reads, each under the faults that `plan` makes, and compares. Returns what ran, and how many faults
-/// were met.
+/// Writes, then reads, each under the faults of `plan`, and compares. Returns what ran, and how many faults were met.
 fn round_trip(bytes: usize, threads: usize, plan: impl Fn() -> Option<FaultPlan>) -> ([Ran; 2], usize) {
     let (stored, plans) = (Memory::of(Vec::new()), [plan(), plan()]);
     let writing = Blocks::<true>::new(bytes, true);

@@ -1,4 +1,4 @@
-//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. They know nothing about layout.
+//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. Layout is unknown here.
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,7 +25,7 @@ use crate::sys::nice;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
 
-/// How long a worker with nothing to do waits for another one to close a file, or for bytes from elsewhere.
+/// How long an idle worker waits for another worker to close a file, or for bytes from elsewhere.
 const NOT_YET: Duration = Duration::from_millis(1);
 
 /// Makes a backend for the calling thread, with the reason if it is not the chosen one.
@@ -43,11 +43,11 @@ pub(super) struct Moved {
     pub(super) refused: Option<Fallback>,
 }
 
-/// Blocks, one after another, that one worker takes at a time.
+/// Consecutive blocks that one worker takes at a time.
 #[derive(Debug, Clone)]
 pub(super) struct Stride {
     pub(super) blocks: Range<usize>,
-    /// Bytes of staging memory that they take together. If it is not 0, callbacks bring bytes of each of them.
+    /// Bytes of staging memory that they take together. If it is not 0, callbacks supply bytes of each of them.
     pub(super) bytes: usize,
 }
 
@@ -56,10 +56,10 @@ pub(super) struct Staged {
     /// Bytes that one worker may have in flight, and that one block may need.
     pub(super) room: usize,
     pub(super) largest: usize,
-    /// The most bytes of blocks that are handed over together.
+    /// The most bytes of blocks that are handed over at once.
     pub(super) batch: usize,
-    /// Size and number of the buffers that each worker deals its staging memory out of; without them, each block has a
-    /// mapping of its own.
+    /// Size and number of the buffers into which each worker divides its staging memory; without them, each block has a
+    /// separate mapping.
     pub(super) buffers: Option<(usize, usize)>,
     /// Without them, each block is taken alone.
     pub(super) strides: Option<Vec<Stride>>,
@@ -233,10 +233,10 @@ struct Worker<'a, 'b, J> {
     awaits: State,
     /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
     unfetched: usize,
-    /// Finished blocks that callbacks take bytes of, and their bytes.
+    /// Finished blocks with bytes for callbacks, and the number of these bytes.
     held: Vec<Transfer>,
     held_bytes: usize,
-    /// Staging memory. Without it, each block has a mapping of its own.
+    /// Staging memory. Without it, each block has a separate mapping.
     buffers: Option<Buffers>,
     /// Free mappings, for the next blocks.
     slabs: Vec<Slab>,
@@ -279,8 +279,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Takes the next blocks, unless some are left to start, and has callbacks bring what they have of them. Returns
-    /// whether one can be started.
+    /// Takes the next blocks, unless some are left to start, and has callbacks supply their bytes. Returns whether one
+    /// can be started.
     fn prepare(&mut self) -> Result<bool> {
         if self.shared.stopped() {
             self.todo.clear();
@@ -301,7 +301,7 @@ impl<J: Job> Worker<'_, '_, J> {
         Ok(fetched.is_some() || self.has_room())
     }
 
-    /// Has callbacks bring what they have of the blocks to start, if there is memory for all of them.
+    /// Has callbacks supply their bytes of the blocks to start, if there is memory for all of them.
     fn fetch(&mut self) -> Result<bool> {
         let Self { shared, todo, buffers, lane, .. } = self;
         let (Some(&(first, _)), Some(buffers)) = (todo.front(), buffers) else { return Ok(false) };
@@ -317,9 +317,9 @@ impl<J: Job> Worker<'_, '_, J> {
         Ok(true)
     }
 
-    /// Starts the first block to do. Returns whether another one can follow at once. It cannot if this block has already
-    /// run, because its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in
-    /// flight may close the file that it waits for, and blocks are begun in their order.
+    /// Starts the first block. Returns whether another one can follow at once. It cannot if this block has already
+    /// moved, because its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block
+    /// in flight may close the file that it waits for, and blocks start in their order.
     fn start(&mut self) -> Result<bool> {
         let Self { shared, slabs, todo, buffers, lane, awaits, .. } = self;
         let Some((block, fetched)) = todo.front_mut() else { return Ok(false) };
@@ -379,7 +379,7 @@ impl<J: Job> Worker<'_, '_, J> {
         outcome
     }
 
-    /// Takes a completed operation. Submits what is left of its block, or hands the block to the job.
+    /// Takes a completed operation. Submits the rest of its block, or hands the block to the job.
     fn complete(&mut self, (mut transfer, result): Completed) -> Result<()> {
         self.in_flight -= 1;
         self.bytes_in_flight -= transfer.missing();
@@ -394,8 +394,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Adds what an operation moved to its block. Returns whether the block is complete. An error is one that no retry
-    /// can fix.
+    /// Adds the bytes that an operation moved to its block. Returns whether the block is complete. No retry can fix an
+    /// error.
     fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
         let (direct, missing) = (transfer.is_direct(), transfer.missing());
         match result {
@@ -466,7 +466,7 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Has callbacks take what they want of the blocks that are held, all in one call.
+    /// Has callbacks take their bytes of the held blocks, all in one call.
     fn hand_over(&mut self) -> Result<()> {
         let held = std::mem::take(&mut self.held);
         self.held_bytes = 0;
@@ -491,12 +491,12 @@ fn nothing_moved<J: Job>() -> io::Error {
     if J::WRITE { io::ErrorKind::WriteZero.into() } else { io::ErrorKind::UnexpectedEof.into() }
 }
 
-/// There is no memory for staging buffers.
+/// The error for a lack of memory for staging buffers.
 fn no_memory(error: io::Error) -> Error {
-    Error::io("map memory for staging", "memory".as_ref())(error)
+    Error::io("map staging", "memory".as_ref())(error)
 }
 
-/// The backend itself failed, not an operation.
+/// The error of the backend itself, not of an operation.
 fn backend_failed(error: io::Error) -> Error {
-    Error::Io { operation: "use the I/O engine on", path: "io_uring".into(), source: error }
+    Error::Io { operation: "run", path: "io_uring".into(), source: error }
 }

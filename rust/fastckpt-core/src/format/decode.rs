@@ -150,16 +150,16 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Checks whether all tensors have names, and each one of its own. Their hashes take less memory than a set of them.
+/// Checks whether all tensors have different names. Hashes of names take less memory than a set of them.
 fn check_names(tensors: &[TensorEntry]) -> std::result::Result<(), String> {
     let (hasher, name) = (RandomState::new(), |index: usize| tensors[index].name());
     let mut order: Vec<_> = (0..tensors.len()).map(|index| (hasher.hash_one(name(index)), index)).collect();
     order.sort_unstable_by(|one, other| one.0.cmp(&other.0).then_with(|| name(one.1).cmp(name(other.1))));
     let twice = order.windows(2).find(|two| two[0].0 == two[1].0 && name(two[0].1) == name(two[1].1));
     let mut reserved = (0..tensors.len()).filter(|&index| name(index) == RESERVED_NAME);
-    let wrong = twice.map(|two| two[0].1).or_else(|| reserved.next());
-    let refused = |index| format!("tensor name `{}` appears twice or is reserved", quoted(name(index)));
-    wrong.map_or(Ok(()), |index| Err(refused(index)))
+    let wrong = twice.map(|two| (two[0].1, "appears twice"));
+    let wrong = wrong.or_else(|| Some((reserved.next()?, "is reserved")));
+    wrong.map_or(Ok(()), |(index, why)| Err(format!("tensor name `{}` {why}", quoted(name(index)))))
 }
 
 /// Whether a shard's own fields are possible.

@@ -9,7 +9,7 @@ use crate::format::geometry::{self, Placement};
 use crate::format::layout;
 use crate::format::limits::MAX_DIMENSIONS;
 
-/// All that a manifest says of a tensor.
+/// All fields of a tensor in a manifest.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(expecting = "a tensor")]
 pub struct Unpacked<'a> {
@@ -35,7 +35,7 @@ pub struct Unpacked<'a> {
     pub logical: Option<Logical<'a>>,
 }
 
-/// The type of a tensor that safetensors cannot name.
+/// The type of a tensor whose dtype safetensors cannot name.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(expecting = "a type")]
 pub struct Logical<'a> {
@@ -47,7 +47,7 @@ pub struct Logical<'a> {
     pub shape: Vec<u64>,
 }
 
-/// A tensor in the manifest. It takes less memory than the smallest entry in the file has bytes.
+/// A tensor in the manifest. It takes less memory than the bytes of the smallest entry in the file.
 #[derive(Debug, Clone)]
 pub struct TensorEntry {
     /// First byte in the file.
@@ -127,20 +127,20 @@ impl From<Unpacked<'_>> for TensorEntry {
             Packed::push_text(&mut packed, &dtype);
             Packed::push_shape(&mut packed, &shape);
         }
-        // No shard has the number that stands for all that are too large.
+        // No shard has this number, which stands for all that are too large.
         let shard = u32::try_from(shard).unwrap_or(u32::MAX);
         Self { offset, packed: packed.into_boxed_str(), shard, dtype }
     }
 }
 
 impl TensorEntry {
-    /// The same entry in another shard.
+    /// This entry in another shard.
     #[must_use]
     pub fn in_shard(self, shard: usize) -> Self {
         Self { shard: u32::try_from(shard).unwrap_or(u32::MAX), ..self }
     }
 
-    /// All that it says.
+    /// All its fields.
     #[must_use]
     pub fn unpacked(&self) -> Unpacked<'_> {
         let ([name, crc64xz, crc], _) = self.texts();
@@ -199,7 +199,7 @@ impl TensorEntry {
         self.logical().map_or_else(|| self.shape(), |(_, shape)| shape)
     }
 
-    /// Its size in bytes; nothing where that is impossible.
+    /// Its size in bytes; nothing if that is impossible.
     pub(super) fn checked_bytes(&self) -> Option<u64> {
         layout::byte_size(self.dtype, Packed(&self.packed).shape())
     }

@@ -22,7 +22,7 @@ pub struct Reuse<'a> {
     /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with others. Empty if none
     /// is.
     pub unchanged: &'a [bool],
-    /// Shards of the other checkpoint, which hold tensors that are laid out nowhere else.
+    /// Shards of the other checkpoint. Their tensors are in no other shard.
     pub linked: &'a [LinkedShard],
 }
 

@@ -1,5 +1,5 @@
-//! Reads any JSON in little memory: each text is copied at most once, and no error quotes a long one. With the text
-//! itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
+//! Reads any JSON in little memory: each text is copied at most once, and no error quotes a long one. Together with the
+//! text itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -18,11 +18,11 @@ pub(super) fn quoted(text: &str) -> &str {
     &text[..text.char_indices().nth(QUOTED).map_or(text.len(), |(at, _)| at)]
 }
 
-/// A text of a file, as it stands there between its quotation marks, and known to be one. Or any text without escapes.
+/// A checked text of a file, as it stands between its quotation marks; or any text without escapes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Text<'a> {
     raw: &'a str,
-    /// Its bytes without escapes, each of which is longer than what it stands for.
+    /// Its bytes without escapes, each of which is longer than the character it stands for.
     len: usize,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Text<'a> {
         self.len == 0
     }
 
-    /// It, if nothing in it is escaped.
+    /// The text itself, if it has no escapes.
     fn plain(&self) -> Option<&'a str> {
         (self.len == self.raw.len()).then_some(self.raw)
     }
@@ -92,7 +92,7 @@ fn end_of_piece(text: &str) -> usize {
     let mut at = 0;
     while at < bytes.len() && (at < PIECE || !text.is_char_boundary(at)) {
         at += match &bytes[at..] {
-            // The first half of a character, which is nothing without the other one.
+            // The first half of a character, which is invalid without the second half.
             [b'\\', b'u', b'd' | b'D', b'8' | b'9' | b'a' | b'b' | b'A' | b'B', ..] => 12,
             [b'\\', b'u', ..] => 6,
             [b'\\', ..] => 2,
@@ -130,9 +130,9 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
     }
 }
 
-/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. By itself, it would copy a
-/// text with escapes, and so would who takes it; and a text where something else belongs would be in the error, with
-/// escapes for each of its bytes. Only visitors of numbers, arrays and objects are asked.
+/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. Alone, it would copy a text
+/// with escapes, as would the visitor; and a misplaced text would be in the error, with escapes for each of its bytes.
+/// Only visitors of numbers, arrays and objects are asked.
 pub(super) struct Frugal<T>(pub(super) T);
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Frugal<D> {

@@ -2,7 +2,7 @@
 
 /// The name that safetensors reserves for itself.
 pub const RESERVED_NAME: &str = "__metadata__";
-/// The group of files that Hugging Face's readers look for.
+/// The group of files that Hugging Face's readers load.
 pub const MODEL: &str = "model";
 /// The name of that group where the model is an adapter, which PEFT's readers look for.
 pub const ADAPTER: &str = "adapter_model";
@@ -16,7 +16,7 @@ pub struct Group {
     pub name: String,
     /// The start of the names of its tensors.
     pub prefix: String,
-    /// The start of names that are not its own all the same; none if empty.
+    /// The start of names with this prefix that still belong elsewhere; none if empty.
     pub without: String,
 }
 

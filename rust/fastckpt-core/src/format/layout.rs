@@ -45,8 +45,8 @@ impl TensorSpec {
         byte_size(self.dtype, self.shape.iter().copied())
     }
 
-    /// The alignment it wants, which divides its size: the bytes of an element. For a tensor stored as bytes, whose
-    /// logical elements are unknown here, it is the largest power of two up to 16 that divides its size.
+    /// Its alignment, which divides its size: the bytes of an element. For a tensor stored as bytes, whose logical
+    /// elements are unknown here, it is the largest power of two up to 16 that divides its size.
     fn element(&self) -> u64 {
         if self.logical.is_some() {
             let bytes = self.bytes().unwrap_or(0);
@@ -245,7 +245,7 @@ fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<V
         let len = json.len();
         return Err(Error::TooLarge(format!(
             "the header of shard `{file}` takes {len} bytes for the names of {count} tensors, more than \
-             the {most} that readers of safetensors take"
+             the {most} that readers of safetensors accept"
         )));
     }
     let mut header = (json.len() as u64).to_le_bytes().to_vec();

@@ -16,8 +16,8 @@ use crate::format::limits::{MAX_OPTIONS, MAX_SHARDS, MAX_TENSORS};
 pub const FILE: &str = "fastckpt.json";
 /// The format version that this release writes and reads.
 pub const VERSION: u64 = 1;
-/// The newest minor version of the format that this release reads. One is added where a checkpoint may hold something
-/// that a reader of the one before would misread.
+/// The newest minor version of the format that this release reads. It grows when a checkpoint may hold something that a
+/// reader of the previous one would misread.
 pub const MINOR: u64 = 0;
 /// The start of every manifest, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
@@ -126,7 +126,7 @@ pub struct ShardEntry {
     pub crc: String,
 }
 
-/// A member that is present, even if it is `null`: that is not an array of tokens, and is refused as such.
+/// A member that is present, even if it is `null`, which is refused because it is not an array of tokens.
 fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<Box<RawValue>>, D::Error> {
@@ -189,9 +189,9 @@ fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
     let (structure, metadata) = (body.structure.get().len(), body.metadata.get().len());
     let per_rank = body.per_rank.as_ref().map(|text| format!(", {} for `per_rank`", text.get().len()));
     Error::TooLarge(format!(
-        "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no \
-         tensor, {metadata} for the metadata{}, the rest for {} tensors. Put long lists and texts into arrays, or \
-         save it in parts",
+        "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for values \
+         other than tensors, {metadata} for the metadata{}, the rest for {} tensors. Put long lists and texts into \
+         arrays, or save the state in parts",
         per_rank.unwrap_or_default(),
         body.tensors.len()
     ))

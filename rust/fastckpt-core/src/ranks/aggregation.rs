@@ -1,7 +1,7 @@
 //! Whether ranks collect their pieces before they write, and in what grains: by the file system, or as requested.
 //!
-//! A file system that one kernel has gives each rank its own bytes in place. One that many kernels share locks the ranges
-//! that each of them writes. There, long aligned ranges with one writer each are worth sending bytes for.
+//! On a file system of one kernel, each rank writes its bytes in place. A file system of many kernels locks the ranges
+//! that each kernel writes. There, long aligned ranges with one writer each are worth sending bytes for.
 
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::commit::{Reach, directory_at, is_nfs, reach};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 
-/// Where writers may change by default, if ranks are to collect their pieces where nothing is locked.
+/// The grain, by default, of ranks that collect their pieces although the file system locks nothing.
 const LEAST: u64 = 64 << 10;
-/// The same on NFS, which sends at most so much in one request.
+/// The same on NFS, which sends at most this much in one request.
 const REQUEST: u64 = 1 << 20;
-/// The same on other shared file systems, which do not say their units of a directory: the usual stripes and blocks.
+/// The same on other shared file systems, which do not report their units: the usual stripes and blocks.
 const STRIPE: u64 = 4 << 20;
 /// The longest grain.
 const MOST: u64 = 64 << 20;
@@ -63,7 +63,7 @@ impl Aggregation {
             _ => (1, LEAST),
         };
         let team = team.unwrap_or(usual);
-        // What is written in place is cut at pages, so that each writes what it has.
+        // Writes in place are cut at pages, so that each rank writes its own bytes.
         let usual = if team == 1 { page } else { longest.max(page) };
         Ok(Self { grain: grain.unwrap_or(usual), team })
     }

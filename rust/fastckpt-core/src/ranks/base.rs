@@ -1,6 +1,6 @@
-//! The part of an earlier checkpoint that a save of many ranks takes over, before the save is laid out. Each rank
-//! compares its part ([`RankBase::compare`]). The coordinator puts that together, and links the files in which nothing
-//! has changed into the workspace ([`RankBase::take`]). All lay out the rest ([`RankBase::table`]).
+//! The files of an earlier checkpoint that a save of many ranks links, before the save is laid out. Each rank compares
+//! its part ([`RankBase::compare`]). The coordinator combines the results, and links the files in which nothing has
+//! changed into the workspace ([`RankBase::take`]). All ranks lay out the rest ([`RankBase::table`]).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -66,7 +66,7 @@ impl RankBase {
         Ok(Self { table, rank, duties, held, options, base, prepared })
     }
 
-    /// The duties of `rank` in a save of `table`, if they are known here.
+    /// The duties of `rank` in a save of `table`, if this rank computed them.
     pub(super) fn duties(&self, table: &Arc<Table>, rank: u32) -> Option<Arc<Duties>> {
         (Arc::ptr_eq(table, &self.table) && rank == self.rank).then(|| Arc::clone(&self.duties))
     }

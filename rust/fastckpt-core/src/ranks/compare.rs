@@ -41,8 +41,8 @@ struct Summed {
     part: Option<(u64, u64)>,
 }
 
-/// Sums a rank's part of the tensors that a base has, too. `duties` decide which rank sums which bytes that several
-/// ranks have: those that it writes itself or gives to others. A tensor is left at an extent that differs.
+/// Sums a rank's part of the tensors that the base also has. `duties` decide which rank sums bytes that several ranks
+/// have: a rank sums those that it writes or sends. The sum of a tensor stops at an extent that differs.
 pub(super) fn sums(
     table: &Table,
     duties: &Duties,

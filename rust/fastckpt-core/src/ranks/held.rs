@@ -15,7 +15,7 @@ use crate::sys::remote;
 #[derive(Debug, Default)]
 pub struct Held(HashMap<(usize, u32), Content>);
 
-/// A run of bytes that are contiguous in the local memory of a part.
+/// A contiguous range of bytes in the local memory of a part.
 type Run = Range<u64>;
 
 impl Held {
@@ -36,7 +36,7 @@ impl Held {
         })
     }
 
-    /// The address of a part, given by tensor and number; `None` if it has none that another process could read.
+    /// The address of a part, given by tensor and number; `None` if another process could not read it.
     pub(super) fn address(&self, part: (usize, u32)) -> Option<u64> {
         let Content::Memory(bytes) = self.0.get(&part)? else { return None };
         let address = bytes.address() as u64;
@@ -47,7 +47,7 @@ impl Held {
         remote::read(std::process::id(), ends).is_ok().then_some(address)
     }
 
-    /// The host memory of `run` of an item's part; `None` if it is elsewhere.
+    /// The host memory of the range `run` of an item's part; `None` if it is elsewhere.
     pub(super) fn memory(&self, item: &Item, run: &Run) -> Result<Option<Source>> {
         match self.content(item)? {
             Content::Memory(source) => {
@@ -83,8 +83,8 @@ impl Held {
     }
 
     /// Packs the bytes of a message's items, one after another, each in its tensor's order. Those that this rank relays
-    /// come from `mail`. Callbacks copy their parts in one call, at the end. Before that, `filled` is called with how far
-    /// `to` is filled.
+    /// come from `mail`. Callbacks copy their parts in one call, at the end. Before that, `filled` is called with the
+    /// length to which `to` is filled.
     pub(super) fn pack_all(
         &self,
         items: &[Item],
@@ -181,8 +181,7 @@ impl Held {
     }
 }
 
-/// The bytes of the local memory from the first to the last that an item has in `range`. Adjacent bytes are fetched at
-/// once.
+/// The local memory from the first to the last byte that an item has in `range`. Adjacent bytes are fetched at once.
 pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
     let reach = |span: Option<Run>, run: Run| match span {
         Some(span) => Some(span.start.min(run.start)..span.end.max(run.end)),
@@ -212,7 +211,7 @@ pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> R
     })
 }
 
-/// The one run of local memory that holds all bytes of `range` of the tensor, if there is one.
+/// The contiguous local memory that holds all bytes of `range` of the tensor, if there is any.
 pub(super) fn whole_run(item: &Item, range: &Range<u64>) -> Option<Run> {
     let line = item.rows.lines(range.clone()).next()?;
     let start = place(item, line.to);
@@ -220,7 +219,7 @@ pub(super) fn whole_run(item: &Item, range: &Range<u64>) -> Option<Run> {
     whole.then_some(start..start + line.len)
 }
 
-/// The runs of local memory that hold the bytes of an item in `range`, in the tensor's order.
+/// The contiguous ranges of local memory with the bytes of an item in `range`, in the tensor's order.
 fn runs(item: &Item, range: &Range<u64>) -> impl Iterator<Item = Run> {
     let mut pieces = item.rows.lines(range.clone()).flat_map(move |line| {
         line.rows().map(move |(_, to)| place(item, to)..place(item, to).wrapping_add(line.len))

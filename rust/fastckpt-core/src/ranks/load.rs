@@ -27,11 +27,11 @@ use crate::telemetry::{self, Kind, Operation};
 pub struct Loaded {
     /// The bytes that it read for itself.
     pub report: Report,
-    /// Bytes of tensors that it read, for whomever.
+    /// Bytes of tensors that it read, for any rank.
     pub storage: u64,
     /// Bytes that others read for it.
     pub peers: u64,
-    /// Bytes that it sent to others, who want them or relay them.
+    /// Bytes that it sent to other ranks, which want them or relay them.
     pub sent: u64,
     /// Checksums of extents that it read in part ([`Share::read_apart`]), to be put together and compared ([`compare`]).
     pub pieces: Vec<Piece>,
@@ -67,8 +67,8 @@ pub struct RankLoad {
 /// The remaining work.
 struct Work {
     wanted: Vec<Wanted>,
-    /// The items of each incoming message, and where each goes: to its part, or into outgoing messages, from a byte of each
-    /// on: this rank relays it.
+    /// The items of each incoming message, and where each goes: to its part or, on a relay, into outgoing messages,
+    /// from a byte of each on.
     incoming: Vec<Vec<(Item, Option<Slot>)>>,
     /// Bytes of this rank's own boxes that it reads itself, and that others read for it.
     own: (u64, u64),
@@ -102,7 +102,7 @@ impl RankLoad {
             move |tensor| tensors.body().tensors[tensor].name().to_owned(),
         );
         let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
-        // No relay is filled before all messages of earlier phases but one, that of what it is filled with, were sent.
+        // A relay is filled after all messages of earlier phases were sent, except those that fill it.
         let [numbers, relays] = duties.sent();
         let window = |phase: u64| {
             let before = |of: &[Message]| of.partition_point(|message| message.phase + 1 < phase);
@@ -160,7 +160,7 @@ impl RankLoad {
     /// Works once.
     pub fn read(&self, verify: bool, options: &Options, progress: Progress<'_>) -> Result<Loaded> {
         let work = lock(&self.work).take();
-        let work = work.ok_or(Error::Misused("the load of this rank was read before, or is closed"))?;
+        let work = work.ok_or(Error::Misused("the load of this rank has run before, or is closed"))?;
         let operation = options.operation(Kind::Load, self.checkpoint.path());
         let outcome = self.run(work, verify, options, &operation, progress);
         operation.end(telemetry::outcome(&outcome));
@@ -186,10 +186,10 @@ impl RankLoad {
         let (sent, coming): (u64, u64) = (bytes(&mut self.mail.outgoing()), bytes(&mut self.mail.incoming()));
         let (own, peers) = own;
         let (taken, caller) = (AtomicU64::new(0), thread::current());
-        let stop = || self.mail.stop("this rank cannot read what it reads for the others");
+        let stop = || self.mail.stop("this rank failed to read bytes for the others");
         let alone = sent + coming == 0;
-        // Until it has begun: another failure is the cause then.
-        let mut read = Err(Error::Stopped("it was not begun".to_owned()));
+        // Stands until the read begins: then another failure is the cause.
+        let mut read = Err(Error::Stopped("the read did not begin".to_owned()));
         let outcome = thread::scope(|scope| {
             let unpacker = (coming > 0).then(|| {
                 let body = || {
@@ -217,7 +217,7 @@ impl RankLoad {
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             self.watch(unpacker, &mut || progress(storage, storage))
         });
-        // The reason why the mail was stopped is the cause of the other failure.
+        // The failure that stopped the mail caused the other one.
         let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);

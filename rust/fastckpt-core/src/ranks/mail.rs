@@ -2,7 +2,7 @@
 //!
 //! Two threads of the caller move the messages; this holds their buffers. The sending thread takes each outgoing
 //! message in order: [`Mail::pack`], then [`Mail::sent`]. The receiving thread does the same with each incoming one:
-//! [`Mail::admit`], then [`Mail::arrived`]. The bytes are put in and taken out by others: a function or
+//! [`Mail::admit`], then [`Mail::arrived`]. Other code puts the bytes in and takes them out: a function or
 //! [`Mail::put`] fills an outgoing message, and [`Mail::take`] reads an incoming one.
 //!
 //! Each direction has a budget of memory. A message exceeds it only where all ranks would otherwise wait for each
@@ -10,13 +10,13 @@
 //! - An incoming message is admitted if a worker waits for it, or for one after it in the list.
 //! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
 //!
-//! Behind its bytes a message has their checksum: the network's own sums are short, and end at each device on the way.
-//! Both sides sum a message where its bytes are in the processor's cache, which costs a quarter of a pass of its own. The
-//! giver does so when the last of them is in, the taker when the first of them is about to be taken out.
+//! Behind its bytes a message has their checksum: the network's checksums are short, and end at each device on the way.
+//! Both sides sum a message while its bytes are in the processor's cache, at a quarter of the cost of a separate pass.
+//! The sender does so when the last byte is in, the receiver when the first byte is about to be taken out.
 //!
-//! Messages of a relay are outside of the budget: those that it is to pass on, of a save, all arrive before it sends any,
-//! and those that it passes on, of a load, wait until the others of their window have gone ([`crate::share`]). What is
-//! relayed next waits until they have gone themselves. So there are few bytes of them.
+//! Messages of a relay are outside of the budget. In a save, all those that it will pass on arrive before it sends any.
+//! In a load, those that it passes on wait until the others of their window were sent ([`crate::share`]), and the next
+//! ones wait until these were sent, too. So they have few bytes.
 //!
 //! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
@@ -34,14 +34,14 @@ pub const BUDGET: u64 = 64 << 20;
 /// Bytes of free buffers that are kept for the next messages. The first touch of memory costs as much as sending it.
 const KEPT: usize = 16 << 20;
 
-/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it with
-/// the mail, of which it may copy what has arrived ([`Mail::copy`]).
+/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it and
+/// passes the mail, from which it may copy bytes that have arrived ([`Mail::copy`]).
 pub type Fill = Box<dyn Fn(&Mail, usize, &mut [u8]) -> Result<u64> + Send + Sync>;
 
 /// A message in the list of its direction: the other rank, and the number of bytes without their checksum.
 pub type Envelope = (u32, u64);
 
-/// Says which bytes of the job an incoming message has, given by number, for errors.
+/// Describes the bytes of an incoming message, given by number, for errors.
 pub type Contents = Box<dyn Fn(usize) -> String + Send + Sync>;
 
 /// Bytes that travel for a message of this many.
@@ -67,7 +67,7 @@ pub struct Mail {
 
 struct Outgoing {
     envelope: Envelope,
-    /// It is of a relay, outside of the budget, and not begun before this many others were sent.
+    /// It belongs to a relay, is outside of the budget, and does not begin before this many others were sent.
     after: Option<usize>,
     /// Locked for as long as one piece is copied. Never locked by a thread that holds the lock of the state.
     buffer: Mutex<Vec<u8>>,
@@ -75,7 +75,7 @@ struct Outgoing {
 
 struct State {
     stopped: Option<String>,
-    /// The sender of the first message that was altered, and what is wrong with it.
+    /// The sender of the first altered message, and what is wrong with it.
     altered: Option<(u32, String)>,
     /// The rank whose memory could not be read, and why.
     lost: Option<(u32, String)>,
@@ -229,7 +229,7 @@ impl Mail {
         self.incoming.iter().copied()
     }
 
-    /// Leaves out messages, before any was packed or admitted: those that take their bytes read them elsewhere.
+    /// Leaves out messages, before any was packed or admitted: their receivers read the bytes elsewhere.
     pub(super) fn leave_out(
         &self,
         outgoing: impl Iterator<Item = usize>,
@@ -241,7 +241,7 @@ impl Mail {
         state.pass();
     }
 
-    /// The numbers and envelopes of those that travel: of the outgoing ones, and of the incoming ones.
+    /// The numbers and envelopes of the messages that travel: outgoing and incoming.
     #[must_use]
     pub fn travelling(&self) -> [Vec<(usize, Envelope)>; 2] {
         let state = lock(&self.state);
@@ -267,13 +267,13 @@ impl Mail {
         self.changed.notify_all();
     }
 
-    /// The rank whose message was altered on its way, and what is wrong with it, if there is one.
+    /// The rank whose message was altered on its way, if any, and what is wrong with the message.
     #[must_use]
     pub fn altered(&self) -> Option<(u32, String)> {
         lock(&self.state).altered.clone()
     }
 
-    /// Stops it because memory of a rank cannot be read. Returns the error of who wanted it.
+    /// Stops it because memory of a rank cannot be read. Returns the error for the reader of that memory.
     pub(super) fn lose(&self, peer: u32, why: &str) -> Error {
         lock(&self.state).lost.get_or_insert_with(|| (peer, why.to_owned()));
         self.stop(why);
@@ -286,7 +286,7 @@ impl Mail {
         lock(&self.state).lost.clone()
     }
 
-    /// Stops it and waits for the function that fills messages, which is not called again. So the memory that that
+    /// Stops it and waits for the function that fills messages, which is not called again. So the memory that the
     /// function reads is free when this returns.
     pub fn end(&self, why: &str) {
         self.stop(why);
@@ -427,7 +427,7 @@ impl Mail {
         buffer.truncate(bytes as usize);
         let arrived = Arrived { bytes: buffer, sum, found: OnceLock::new() };
         if bytes == 0 {
-            // Nobody takes it.
+            // It has no bytes to take.
             self.compare(message, &arrived)?;
         }
         let mut state = lock(&self.state);
@@ -510,7 +510,7 @@ impl Mail {
         Ok(arrived)
     }
 
-    /// Notes that bytes of an incoming message were taken. Nobody reads them any more.
+    /// Notes that bytes of an incoming message were taken. They are not read again.
     fn took(&self, message: usize, bytes: u64) {
         let mut state = lock(&self.state);
         let slot = &mut state.incoming[message];
@@ -576,7 +576,7 @@ fn fits(held: u64, bytes: u64, budget: u64) -> bool {
     held == 0 || held + bytes <= budget
 }
 
-/// Puts the checksum of a message behind its bytes. Returns the address of the first one.
+/// Puts the checksum of a message behind its bytes. Returns the address of the first byte.
 fn sealed(buffer: &mut Vec<u8>, sum: u64) -> usize {
     buffer.extend(sum.to_le_bytes());
     buffer.as_mut_ptr().addr()
@@ -642,7 +642,7 @@ impl Deref for Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // Before it counts as taken, so that the last one to be counted is the last one to have the buffer.
+        // Before it counts as taken: the last one to be counted must be the last to hold the buffer.
         self.buffer = None;
         self.mail.took(self.message, self.range.len() as u64);
     }

@@ -1,4 +1,4 @@
-//! Ranks of one host: what one of them has in its memory, another one reads there. No message has those bytes.
+//! Ranks of one host: one reads the memory of another directly, and no message has those bytes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -9,17 +9,17 @@ use crate::error::Result;
 use crate::share::{Item, Message};
 use crate::sys::remote;
 
-/// The address of each part, by tensor and number, that a rank gives to another one.
+/// The address of each part that a rank gives to another rank, by tensor and number.
 type Addresses = HashMap<(usize, u32), u64>;
 
 /// The ranks whose memory this one reads: the process of each, and its parts.
 #[derive(Debug, Default)]
 pub(super) struct Near(HashMap<u32, (u32, Addresses)>);
 
-/// Bytes of a row from which on it costs less to have the kernel copy it to its place than to send it.
+/// The fewest bytes of a row that cost less to copy through the kernel than to send.
 const LEAST_ROW: u64 = 256;
 
-/// Whether a message has nothing but memory of its sender, in rows that are long enough.
+/// Whether all bytes of a message are in its sender's memory, in rows that are long enough.
 fn is_memory(message: &Message) -> bool {
     let lies =
         |item: &Item| item.own && item.relayed.is_empty() && item.rows.row() >= LEAST_ROW.min(item.len);
@@ -32,12 +32,12 @@ fn parts(messages: &[Message], peer: u32) -> BTreeSet<(usize, u32)> {
     between.flat_map(|message| &message.items).map(|item| (item.tensor, item.part)).collect()
 }
 
-/// How many addresses `peer` gives of what `messages` bring.
+/// How many addresses `peer` gives for `messages`.
 pub(super) fn expected(messages: &[Message], peer: u32) -> usize {
     parts(messages, peer).len()
 }
 
-/// The addresses of what `messages` bring to `peer`; zeros if any part cannot be read from outside.
+/// The addresses of the parts in `messages` to `peer`; zeros if another process cannot read a part.
 pub(super) fn addresses(messages: &[Message], peer: u32, held: &Held) -> Vec<u64> {
     let parts = parts(messages, peer);
     let all: Option<Vec<_>> = parts.iter().map(|part| held.address(*part)).collect();
@@ -54,7 +54,7 @@ pub(super) fn left_out(
 }
 
 impl Near {
-    /// Adds a rank: its process, and the addresses that it gives of what `messages` bring.
+    /// Adds a rank: its process, and the addresses that it gives for `messages`.
     pub(super) fn add(&mut self, peer: u32, process: u32, messages: &[Message], addresses: &[u64]) {
         let parts = parts(messages, peer);
         if !parts.is_empty() && parts.len() == addresses.len() {
@@ -67,7 +67,7 @@ impl Near {
         self.0.contains_key(&peer)
     }
 
-    /// Whether it has what a message has.
+    /// Whether it has the bytes of a message.
     pub(super) fn brings(&self, message: &Message) -> bool {
         self.has(message.peer) && is_memory(message)
     }

@@ -1,4 +1,4 @@
-//! The memory of one rank that takes boxes of tensors, and the sharing of it among the items that fill it.
+//! The memory of one rank for boxes of tensors, divided among the items that fill it.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -66,7 +66,7 @@ pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item
 }
 
 fn no_place(Item { tensor, part, .. }: &Item) -> Error {
-    Error::Invalid(format!("part {part} of tensor {tensor} has no memory, or too little, to be read to"))
+    Error::Invalid(format!("part {part} of tensor {tensor} has no memory to be read to, or too little"))
 }
 
 impl Slot {

@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::share::{Copied, Depth, Item};
 
-/// Asked for the sum of all bytes of a part, by tensor and part: `None` where only the host can sum them.
+/// Returns the sum of all bytes of a part, by tensor and part: `None` if only the host can sum them.
 pub type SumOf<'a> = &'a mut (dyn FnMut(usize, u32) -> Result<Option<u64>> + 'a);
 
 /// Parts of fewer bytes are always summed by the host: a sum on a device takes many steps.
 const LEAST: u64 = 1 << 20;
 
-/// A rank's findings about the cells that others hold, too.
+/// A rank's findings about the cells that it shares with other ranks.
 #[derive(Debug)]
 pub struct Replicas {
     cells: Vec<Copied>,
@@ -25,7 +25,7 @@ pub struct Replicas {
     holders: Vec<Vec<u32>>,
 }
 
-/// The combined sum of all cells that the same ranks hold, at one of them.
+/// The combined sum of all cells that the same ranks hold, found by one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
     /// A number for the ranks.
@@ -40,7 +40,7 @@ pub struct Digest {
 pub type Cell = (usize, u64, u32, u64);
 
 impl Replicas {
-    /// Sums the cells that `rank` and others hold.
+    /// Sums the cells that `rank` shares with other ranks.
     pub(super) fn new(
         table: &Table,
         rank: u32,
@@ -90,7 +90,7 @@ impl Replicas {
         Ok(Self { cells, sums, holders })
     }
 
-    /// The combined sums of the cells, by who holds them.
+    /// The combined sums of the cells, by their ranks.
     #[must_use]
     pub fn digests(&self) -> Vec<Digest> {
         let mut told = vec![Vec::new(); self.holders.len()];

@@ -16,7 +16,7 @@ use crate::save::compare::counterparts;
 /// The findings about one tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Found {
-    /// An extent that one rank has whole is another one.
+    /// An extent that one rank has whole differs.
     pub(super) changed: bool,
     /// The bytes that were summed.
     pub(super) bytes: u64,
@@ -31,7 +31,7 @@ pub(super) struct Found {
 pub struct Sums(BTreeMap<u32, Found>);
 
 impl Sums {
-    /// Of a tensor.
+    /// The findings about a tensor.
     pub(super) fn of(&mut self, tensor: usize) -> &mut Found {
         self.0.entry(tensor as u32).or_default()
     }
@@ -95,7 +95,7 @@ impl Sums {
         all
     }
 
-    /// What [`Self::encode`] made.
+    /// The inverse of [`Self::encode`].
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut rest = bytes;
         let mut all = Self::default();

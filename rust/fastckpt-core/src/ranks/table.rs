@@ -22,8 +22,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` is for each
-    /// whether it stays unchanged in later saves; it may be empty.
+    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` gives for each
+    /// whether it stays unchanged in later saves, and may be empty.
     pub fn new(
         tensors: Vec<TensorSpec>,
         spread: Vec<Vec<u32>>,
@@ -56,7 +56,7 @@ impl Table {
         Ok(self.with(self.plan.clone(), share))
     }
 
-    /// The same tensors, some of them in shards of their own, or in linked ones, which are not written.
+    /// The same tensors, some of them in separate shards, or in linked ones, which are not written.
     pub fn beside(&self, reuse: &Reuse<'_>) -> Result<Self> {
         let plan = layout::lay_out(&self.tensors, &self.groups, self.sizes, reuse)?;
         let share = self.share_of(&plan)?;

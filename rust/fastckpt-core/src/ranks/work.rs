@@ -22,7 +22,7 @@ use crate::sys::memory::Source;
 /// The source of the bytes of an item.
 #[derive(Debug)]
 enum From {
-    /// Own memory, all in one run.
+    /// Own memory, contiguous.
     Run(Range<u64>),
     /// Own memory, row by row.
     Rows,
@@ -60,7 +60,7 @@ struct Needs {
     first_piece: usize,
     /// In the order of the file.
     supplies: Range<usize>,
-    /// Each message with bytes for the unit, and which of its bytes they are.
+    /// Each message with bytes for the unit, and the range of these.
     messages: Vec<(usize, Range<u64>)>,
 }
 
@@ -128,7 +128,7 @@ impl Ranges {
             units.push(Needs { unit, first_piece, supplies: first..used, messages });
         }
         if used < supplies.len() {
-            let what = "a rank was to get bytes that it does not write: the ranks' plans are wrong";
+            let what = "a rank would get bytes that it does not write: the plans of the ranks are wrong";
             return Err(Error::Invalid(what.to_owned()));
         }
         Ok(Self {
@@ -173,7 +173,7 @@ impl Ranges {
         self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on, reads what ranks of its host have in their memory.
+    /// From now on, reads from the memory of ranks of its host.
     pub(super) fn read_near(&mut self, near: Near) {
         for needs in &mut self.units {
             let brought = |message: usize| {
@@ -197,7 +197,7 @@ impl Ranges {
         })
     }
 
-    /// Calls `action` with `len` bytes of a message, which is here.
+    /// Calls `action` with `len` bytes of a message that has arrived.
     fn with(
         &self,
         number: usize,
@@ -236,7 +236,7 @@ impl Ranges {
         if let From::Message(_) = from { None } else { self.held.pull(item) }
     }
 
-    /// The place of an item's bytes in those of a unit, and which byte of the tensor is the first.
+    /// The place of an item's bytes in those of a unit, and the first byte of the tensor there.
     fn slot<'b>(&self, unit: &Unit, item: &Item, bytes: &'b mut [u8]) -> (&'b mut [u8], u64) {
         let at = (self.offset(item.tensor) + item.bytes.start - unit.start) as usize;
         let len = (item.bytes.end - item.bytes.start) as usize;

@@ -33,8 +33,8 @@ pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i6
         .map_err(|why| Error::Invalid(format!("a box of tensor `{}`: {why}", tensor.name())))
 }
 
-/// The bytes of an array of `shape` in their own order, as rows in memory: neighbours along each dimension lie `strides`
-/// bytes apart there. `None` if the array is empty.
+/// The bytes of an array of `shape` in row-major order, as rows in memory: neighbours along each dimension lie
+/// `strides` bytes apart there. `None` if the array is empty.
 pub fn array(shape: &[u64], bytes: u64, strides: &[i64]) -> Result<Option<Rows>> {
     if bytes == 0 {
         return Ok(None);
@@ -162,7 +162,7 @@ mod tests {
         )
     }
 
-    /// Where each byte of a box lies, in the tensor and in memory, element by element.
+    /// The place of each byte of a box in the tensor and in memory, element by element.
     fn places(shape: &[u64], itemsize: u64, wanted: &[Along], strides: Option<&[i64]>) -> Vec<(u64, i64)> {
         let mut elements = vec![(0, 0)];
         for (dimension, along) in wanted.iter().enumerate() {

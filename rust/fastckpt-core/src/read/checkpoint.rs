@@ -38,8 +38,8 @@ pub struct Checkpoint {
     pub(super) body: Body,
     /// The first bytes of the manifest. They hold a checksum of the rest.
     seal: Vec<u8>,
-    /// Which shards have headers that were found sound. So reading tensors one by one need not read a header of
-    /// megabytes each time.
+    /// The shards whose headers were found sound. So reads of single tensors need not repeat a header of megabytes each
+    /// time.
     sound_headers: Vec<OnceLock<()>>,
 }
 
@@ -55,14 +55,14 @@ impl Checkpoint {
         Self::open_settled(path, true, None)
     }
 
-    /// Opens the checkpoint at `path`, whose manifest, as [`Self::manifest`] returns it, was read by another process. Of
-    /// the file only the beginning is read: if it is that of another manifest, the checkpoint was replaced. `keep` as in
+    /// Opens the checkpoint at `path` with a manifest that another process read with [`Self::manifest`]. Only the
+    /// beginning of the file is read: if it belongs to another manifest, the checkpoint was replaced. `keep` as in
     /// [`Self::open_and_keep`].
     pub fn open_known(path: &Path, manifest: &[u8], keep: bool) -> Result<Self> {
         Self::open_settled(path, keep, Some(manifest))
     }
 
-    /// Opens the checkpoint in a store, at `url`. With a manifest that is `known`, as [`Self::open_known`] does.
+    /// Opens the checkpoint in a store, at `url`. With a `known` manifest, as in [`Self::open_known`].
     pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<&[u8]>) -> Result<Self> {
         let manifest = url.join(manifest::FILE);
         let begin = known.map(|known| known.len().min(SEAL));
@@ -116,9 +116,9 @@ impl Checkpoint {
         let (mut doubt, given) = (None, known.is_some());
         loop {
             match Self::open_once(path, keep, &mut known) {
-                // Up to some point, it was the one that was given. A second attempt would open another one.
+                // Before, it was the given checkpoint. A second attempt would open another one.
                 Err(error) if given && known.is_none() => return Err(error),
-                // A client of a network file system may have the manifest of an earlier checkpoint, for a while.
+                // A client of a network file system may keep the manifest of an earlier checkpoint for a while.
                 Err(error @ Error::Replaced { .. })
                     if given
                         && (is_local(path) || doubt.get_or_insert_with(Instant::now).elapsed() > DOUBT) =>
@@ -127,7 +127,7 @@ impl Checkpoint {
                 }
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
-                // call to the next. A file is no directory for a moment.
+                // call to the next. A path that is a file for a moment does not count.
                 Err(Error::Corrupt { .. } | Error::Foreign { .. })
                     if path.is_dir()
                         && !is_local(path)
@@ -138,7 +138,7 @@ impl Checkpoint {
         }
     }
 
-    /// Opens it, with the manifest that is `known`, which is taken.
+    /// Opens it, and takes the manifest that is `known`.
     fn open_once(path: &Path, keep: bool, known: &mut Option<&[u8]>) -> Result<Self> {
         let replaced = || Error::Replaced { path: path.to_path_buf() };
         let foreign = |why: &str| Error::Foreign { path: path.to_path_buf(), why: why.to_owned() };
@@ -220,13 +220,13 @@ impl Checkpoint {
         }
     }
 
-    /// Whether `error`, of a read, says something of a file rather than of the way to it.
+    /// Whether `error`, from a read, concerns the file and not the connection to it.
     pub(super) fn is_damage(&self, error: &io::Error) -> bool {
         !self.is_stored() || error.kind() == io::ErrorKind::NotFound
     }
 
-    /// What `error`, from an operation on this checkpoint, means. On network file systems, files of a directory that
-    /// another machine removed give an error of their own. In a mapping, they give the error of a failing disk.
+    /// The meaning of `error` from an operation on this checkpoint. On network file systems, files of a directory that
+    /// another machine removed give a special error. In a mapping, they give the error of a failing disk.
     pub(super) fn settle(&self, error: Error) -> Error {
         let replaced = match &error {
             Error::Io { source, .. } => {
@@ -248,7 +248,7 @@ impl Checkpoint {
         self.is_far() && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
     }
 
-    /// Whether its storage may be that of several machines.
+    /// Whether several machines may share its storage.
     pub(super) fn is_far(&self) -> bool {
         self.directory().is_none_or(|directory| commit::reach(directory) != commit::Reach::Machine)
     }
@@ -307,12 +307,12 @@ impl Checkpoint {
         unreadable(path, error)
     }
 
-    /// Compares the headers of `shards` with their checksums, except for those already compared. `progress` says whether
-    /// to go on.
+    /// Compares the headers of `shards` with their checksums, except for those already compared. `progress` returns
+    /// whether to go on.
     pub(super) fn check_headers(&self, shards: &[usize], progress: &mut dyn FnMut() -> bool) -> Result<()> {
         let todo: Vec<_> =
             shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()).collect();
-        // Where each waits for the network they do not wait for each other.
+        // On a network, reads wait in parallel.
         let threads = if self.is_stored() { REQUESTS } else { 0 };
         Pool::of("fastckpt-header", threads).run(todo.len(), progress, &|number| {
             if let Some(damage) = self.check_header(*todo[number])? {
@@ -345,10 +345,10 @@ impl Checkpoint {
             crc = checksum::append(crc, &piece[..got]);
             at += got as u64;
         }
-        // A forged manifest may vouch for a header to which other readers would give another length.
+        // A forged manifest may vouch for a header that other readers would read with another length.
         let begin = u64::from_le_bytes(length_field).checked_add(8);
         if at == shard.data_offset && begin != Some(at) {
-            let reason = format!("header: its length field does not put the data at byte {at}");
+            let reason = format!("header: its length field disagrees with data offset {at}");
             return Ok(Some(Damage { file: shard.file.clone(), offset: 0, len: 8, tensor: None, reason }));
         }
         let sound = at == shard.data_offset && checksum::to_hex(crc) == shard.header_crc;
@@ -362,7 +362,7 @@ impl Checkpoint {
     }
 
     /// The path of a file inside the checkpoint, for messages. Only after an error: a store's Python may run a signal
-    /// handler, and what that raises is lost here.
+    /// handler, and its exception is lost here.
     pub(super) fn path_of(&self, file: &str) -> PathBuf {
         match &self.place {
             Place::Directory(_) => self.path.join(file),

@@ -1,4 +1,4 @@
-//! Copies tensors of a checkpoint piece by piece, each piece verified: for a save of what another checkpoint holds.
+//! Copies tensors of a checkpoint piece by piece, each piece verified: for a save of another checkpoint's tensors.
 
 use super::checkpoint::Checkpoint;
 use crate::engine::report::Damage;
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::format::{checksum, geometry};
 
 impl Checkpoint {
-    /// Fills `to` with the stored bytes of a tensor, from `start` on. Every extent that this touches is read whole and
+    /// Fills `to` with the stored bytes of a tensor, from `start` on. Every extent in that range is read whole and
     /// compared with its checksum.
     pub fn copy(&self, tensor: usize, start: u64, to: &mut [u8]) -> Result<()> {
         self.copy_now(tensor, start, to).map_err(|error| self.settle(error))

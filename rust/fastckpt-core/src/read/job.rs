@@ -1,4 +1,4 @@
-//! What a block of a read consists of, and where its pieces go.
+//! The pieces of the blocks of a read, and their destinations.
 
 use std::io;
 use std::ops::Range;
@@ -28,7 +28,7 @@ use crate::telemetry::{Lane, State};
 /// Blocks that the kernel is asked to read ahead: 64 MiB.
 const AHEAD: usize = 16;
 
-/// What to do with damage.
+/// How to treat damage.
 pub(super) enum Outcome {
     /// The first damage ends the operation.
     Raise,
@@ -58,9 +58,9 @@ pub(super) struct ReadJob<'a> {
     direct: bool,
     io: Io,
     zero_copy: Option<bool>,
-    /// What the page cache holds does not count: the bytes of the device are wanted.
+    /// The page cache is ignored: the bytes of the device are wanted.
     pub(super) from_device: bool,
-    /// The kernel is asked to read ahead: what it requests by itself is too little for storage that is far.
+    /// The kernel is asked to read ahead: its own requests are too short for remote storage.
     ahead: bool,
     pages: OnceLock<PageMap>,
     pub(super) outcome: Outcome,
@@ -124,7 +124,7 @@ impl<'a> ReadJob<'a> {
     }
 
     /// Gives a piece the bytes that lie in a staging buffer from `place` on, either all of them or its edges, and compares
-    /// what arrived with the checksum. Notes what callbacks take. Returns the number of bytes copied.
+    /// the result with the checksum. Notes the bytes for callbacks. Returns the number of bytes copied.
     fn deliver(
         &self,
         shard: &ShardEntry,
@@ -181,7 +181,7 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Has the kernel read the blocks that follow `block` in its shard, before all that read together wait for them.
+    /// Has the kernel read the blocks that follow `block` in its shard, before all readers wait for them.
     fn read_ahead(&self, block: usize, file: &DataFile) {
         let (blocks, shard) = (&self.plan.blocks, self.plan.blocks[block].shard);
         let next = if block > 0 && blocks[block - 1].shard == shard { block + AHEAD } else { block };
@@ -245,7 +245,7 @@ impl<'a> ReadJob<'a> {
         (parts, staged, reason.1)
     }
 
-    /// Whether direct I/O was demanded and this error is its refusal, which says nothing about the bytes.
+    /// Whether direct I/O was required and this error is its refusal, which is not damage.
     fn refuses(&self, error: &io::Error) -> bool {
         self.io == Io::Direct && error.raw_os_error() == Some(libc::EINVAL)
     }
@@ -318,7 +318,7 @@ impl Due {
         })
     }
 
-    /// First byte, counted in the destination, and length of what lies together there.
+    /// The contiguous ranges of the destination: first byte, and length.
     fn runs(&self) -> Vec<(u64, usize)> {
         match &self.rows {
             Some((rows, base)) => rows.runs(*base, self.range()),
@@ -401,7 +401,7 @@ impl Job for ReadJob<'_> {
             let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
             return Ok(Start::Now(Transfer::new(block, false, (file, read.start), buf, path)));
         }
-        // Given a choice, what the page cache holds comes from there.
+        // If both are possible, cached bytes come from the page cache.
         let hot = !self.from_device
             && self.io == Io::Auto
             && file.is_direct()
@@ -494,7 +494,7 @@ impl Job for ReadJob<'_> {
             .iter()
             .flat_map(|transfer| due(transfer).into_iter().map(move |due| (transfer, due)))
             .collect();
-        // Rows that do not lie together are packed first.
+        // Rows that are not contiguous are packed first.
         let packed: Vec<_> = due.iter().map(|(transfer, due)| due.pack(transfer.buf.slab())).collect();
         let mut all = Vec::with_capacity(due.len());
         for ((transfer, due), packed) in due.iter().zip(&packed) {

@@ -37,7 +37,7 @@ impl Checkpoint {
         let file = self.open_shard(index, false)?;
         let path = self.path_of(&shard.file);
         let ShardFile::Local(file) = file else {
-            return Err(Error::Misused("what is in an object store cannot be mapped"));
+            return Err(Error::Misused("a checkpoint in an object store cannot be mapped"));
         };
         FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &path))
     }

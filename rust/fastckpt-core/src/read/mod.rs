@@ -73,9 +73,9 @@ impl Checkpoint {
         self.run(&job, &choice, options, begin, operation, progress)
     }
 
-    /// Whether other ranks of the node probably read the same `bytes`. Nothing says so. Who reads parts of tensors, reads
-    /// parts of its own. Who reads some tensors, may: then each rank reads from a disk of this machine, but slow storage of
-    /// several machines is read once.
+    /// Whether other ranks of the node probably read the same `bytes`. This is a guess. A rank that reads parts of
+    /// tensors reads its own parts. A rank that reads some tensors may share them: then each rank reads from a disk of
+    /// this machine, but slow storage of several machines is read once.
     fn is_shared(&self, requests: &[Request], bytes: u64) -> bool {
         let tensors = &self.body.tensors;
         let size = |request: &Request| tensors.get(request.tensor).map_or(0, TensorEntry::bytes);
@@ -96,8 +96,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
-    /// once. `verify` as in [`Self::read`]; also returns the checksums of those that are read apart. With `stop`,
+    /// Reads ranges of tensors as part of an operation of the caller. Ranges may overlap; their bytes are read once.
+    /// `verify` as in [`Self::read`]; also returns the checksums of ranges that are read apart. With `stop`,
     /// destinations may wait for other processes; it ends their waits after a failure.
     pub fn read_ranges(
         &self,

@@ -11,7 +11,7 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::Region;
 use crate::sys::strided::{Rows, Strided};
 
-/// Wanted ranges closer than this many bytes are read as one, because another operation costs about as much.
+/// Wanted ranges closer than this many bytes are read as one, because a separate operation costs about as much.
 const MERGE: u64 = 256 << 10;
 
 /// A tensor, or a box of it, to read.
@@ -61,10 +61,10 @@ pub struct Wanted {
     pub tensor: usize,
     /// Its bytes.
     pub range: Range<u64>,
-    /// Where they go. It has room for exactly these bytes, or takes from them what it wants.
+    /// Where they go. It has room for exactly these bytes, or takes a part of them.
     pub destination: Destination,
-    /// Whether others read the rest of its extents: then no more than the range is read, and what is read of an extent
-    /// is summed instead of compared.
+    /// Whether others read the rest of its extents: then no more than the range is read, and its part of an extent is
+    /// summed instead of being compared.
     pub apart: bool,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct Piece {
     pub(super) destination: PieceDestination,
 }
 
-/// Who wants which bytes of a piece.
+/// A destination, and its bytes of a piece.
 pub(super) struct Share {
     /// First byte, counted in the tensor.
     pub(super) start: u64,
@@ -184,7 +184,7 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     Ok(plan)
 }
 
-/// Plans the reading of ranges, of which several may be the same bytes: every extent that they touch is read once, whole.
+/// Plans the reading of ranges, which may overlap: every extent that they touch is read once, whole.
 pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Result<Plan> {
     if !wanted.iter().all(|wanted| wanted.fits(body)) {
         return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
@@ -250,7 +250,7 @@ impl Plan {
         }
     }
 
-    /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece, whoever wants it.
+    /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece for all destinations.
     fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.
         pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard(), piece.offset));
@@ -356,7 +356,7 @@ impl Cut<'_> {
         }
     }
 
-    /// Cuts what is read of a tensor for a box, or the whole tensor. `to` makes the destination of a range of it.
+    /// Cuts the range that is read for a box, or the whole tensor. `to` makes the destination of a range of it.
     fn rows(
         &mut self,
         tensor: usize,

@@ -10,8 +10,8 @@ use crate::commit;
 use crate::format::manifest;
 use crate::sys::file;
 
-/// How long to keep looking for a file where the name of a directory may be believed for longer than it is true.
-/// Clients of network file systems cache what they know of names: FUSE for a second, unless told otherwise.
+/// How long to keep looking for a file if a client may have a stale name of its directory. Clients of network file
+/// systems cache names: FUSE for a second by default.
 pub(super) const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 pub(super) const PAUSE: Duration = Duration::from_millis(5);

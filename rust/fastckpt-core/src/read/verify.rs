@@ -83,7 +83,7 @@ impl Checkpoint {
     /// Compares every byte of one shard with its checksum. The first difference is an error. The operation appears in
     /// the monitor as a verification.
     pub fn check_shard(&self, index: usize, options: &Options, progress: Progress<'_>) -> Result<()> {
-        // It begins now, within the save that asks, whose call it does not share.
+        // It begins now, within the calling save, and has its own call.
         let call = Call { at: None, ..options.call };
         let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
         let mut check = || {
@@ -102,8 +102,8 @@ impl Checkpoint {
         outcome
     }
 
-    /// Compares the checksum of each whole shard with the checksums of its parts. Copies elsewhere are checked against
-    /// the former.
+    /// Compares the checksum of each whole shard with the checksums of its parts. Copies of a shard are checked against
+    /// the former only.
     fn check_sums(&self) -> Vec<Damage> {
         let size = self.body.block_size;
         let mut sums: Vec<Option<u64>> =

@@ -33,11 +33,11 @@ struct Piece {
     straight: Vec<Straight>,
 }
 
-/// A unit that is being put together of a staging buffer and of memory that needs no copy.
+/// A unit under construction, from a staging buffer and from memory that needs no copy.
 struct Filling<'a> {
     bytes: &'a mut [u8],
     parts: Vec<Part>,
-    /// How far the staging buffer is filled, how much of it is in `parts`, and how much in `crc`.
+    /// How far the staging buffer is filled, is in `parts`, and is in `crc`.
     at: usize,
     taken: usize,
     summed: usize,
@@ -47,7 +47,7 @@ struct Filling<'a> {
 }
 
 impl<'a> Filling<'a> {
-    /// Of a staging buffer that is filled up to `at`.
+    /// For a staging buffer that is filled up to `at`.
     fn new(bytes: &'a mut [u8], at: usize) -> Self {
         let crc = checksum::of(&[]);
         Self { bytes, parts: Vec::new(), at, taken: 0, summed: 0, crc, straight_crc: crc }

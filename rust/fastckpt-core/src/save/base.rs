@@ -1,4 +1,4 @@
-//! The part of an earlier checkpoint, its base, that a save takes over: files in which nothing has changed are linked
+//! The part of an earlier checkpoint, its base, that a save reuses: files in which nothing has changed are linked
 //! instead of written (`docs/design.md`, Unchanged tensors).
 
 use std::os::fd::AsFd as _;
@@ -71,7 +71,7 @@ pub(crate) struct LinkedShards {
     pub(crate) warnings: Vec<String>,
 }
 
-/// The name of shard `number` of those that were taken over, until the layout is known.
+/// The name of linked shard `number`, until the layout is known.
 fn provisional(number: usize) -> String {
     format!(".fastckpt-linked-{number}")
 }
@@ -127,7 +127,7 @@ impl LinkedShards {
         Ok(linked)
     }
 
-    /// Opens a base, unless it is none, which is a warning.
+    /// Opens a base. A path without one is a warning.
     pub(crate) fn open(&mut self, path: &Path, block_size: u64) -> Option<Checkpoint> {
         let why = match open(path, block_size) {
             Ok(base) => return Some(base),
@@ -170,7 +170,7 @@ impl LinkedShards {
         if let Some(first) = refused.first() {
             let more =
                 if refused.len() > 1 { format!(" (and {} more)", refused.len() - 1) } else { String::new() };
-            self.warnings.push(format!("base: {first}{more}: what it holds was written again"));
+            self.warnings.push(format!("base: {first}{more}: its tensors were written again"));
         }
         Ok(())
     }
@@ -190,7 +190,7 @@ impl LinkedShards {
         let mut whole = shards_of(base, &same, state).into_iter();
         for number in &numbers {
             let shard = whole.find(|(index, _)| index == number).map(|(_, shard)| shard);
-            let unknown = || Error::Invalid("a rank took over a file that is not of this state".to_owned());
+            let unknown = || Error::Invalid("a rank linked a file of another state".to_owned());
             self.shards.push(shard.ok_or_else(unknown)?);
         }
         (self.unchanged, self.numbers) = (unchanged, numbers);
@@ -216,8 +216,8 @@ impl LinkedShards {
         (all, plan.places.iter().enumerate().filter_map(tensor).collect())
     }
 
-    /// The facts that vouch for the bytes of each shard of a plan in the workspace. Nothing, if a file cannot be looked
-    /// at: then all are read before they are linked.
+    /// The facts that vouch for the bytes of each shard of a plan in the workspace. Nothing, if a file cannot be
+    /// examined: then all are read before they are linked.
     pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
             let (modified, inode) = changed(workspace.directory(), file).ok()?;
@@ -249,7 +249,7 @@ impl LinkedShards {
     }
 }
 
-/// Opens a base. A text explains why it is none.
+/// Opens a base, or returns why there is none.
 fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String> {
     let base = Checkpoint::open(path).map_err(|error| error.to_string())?;
     let (body, path) = (base.body(), path.display());
@@ -368,7 +368,7 @@ fn link(
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    // A clone is a different file from the base's.
+    // A clone is another file than the base's.
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);

@@ -15,7 +15,7 @@ use crate::format::geometry::{self, Extent};
 use crate::format::layout::TensorSpec;
 use crate::format::manifest::{Body, TensorEntry};
 
-/// A tensor that may be the one of the base.
+/// A tensor that may equal the base's.
 struct Candidate<'a> {
     tensor: usize,
     index: usize,

@@ -37,7 +37,7 @@ pub struct Committed {
     pub bytes: u64,
     /// Seconds that the commit took, without those in which a shard became durable.
     pub seconds: f64,
-    /// The latter.
+    /// Seconds in which a shard became durable.
     pub synced: f64,
     /// Warnings for the caller, in words.
     pub warnings: Vec<String>,
@@ -45,7 +45,7 @@ pub struct Committed {
     pub shards: usize,
     /// Number of tensors.
     pub tensors: usize,
-    /// The files that the checkpoint took over from an earlier one.
+    /// The files that the checkpoint links from an earlier one.
     pub linked: Linked,
 }
 
@@ -58,7 +58,7 @@ pub(crate) struct Finish<'a> {
     pub(crate) linked: &'a LinkedShards,
     /// The entries of the written shards and tensors.
     pub(crate) written: (Vec<ShardEntry>, Vec<TensorEntry>),
-    /// Whether several processes have written it: then it is looked at as a load would.
+    /// Whether several processes have written it: then it is checked as by a load.
     pub(crate) joint: bool,
     /// Further files for the checkpoint's directory, by name and content.
     pub(crate) files: &'a [(&'a str, &'a [u8])],

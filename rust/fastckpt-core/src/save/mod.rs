@@ -1,6 +1,6 @@
-//! Saving, in three steps. They can be taken one by one, also by several processes: [`write_shards`] writes files into
-//! a workspace, [`seal`] completes it with index and manifest, and [`Workspace::publish`] gives it the checkpoint's
-//! name. [`save`] takes all three.
+//! Saving, in three steps. One or several processes can take them one by one: [`write_shards`] writes files into a
+//! workspace, [`seal`] completes it with index and manifest, and [`Workspace::publish`] gives it the checkpoint's name.
+//! [`save`] takes all three.
 
 mod assemble;
 pub(crate) mod base;
@@ -48,7 +48,7 @@ pub enum Contents<'a> {
     Images(&'a Plan, &'a [Stretch]),
 }
 
-/// What to save.
+/// A save.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// The checkpoint's directory.
@@ -61,7 +61,7 @@ pub struct Request<'a> {
     pub shard_size: u64,
     /// Their bytes.
     pub contents: Contents<'a>,
-    /// An earlier checkpoint, whose files become part of this one where nothing in them has changed.
+    /// An earlier checkpoint. Its unchanged files become part of this one.
     pub base: Option<&'a Path>,
     /// For each tensor, whether it is declared to stay unchanged in later saves. Empty if nothing is declared.
     pub frozen: &'a [bool],
@@ -219,7 +219,7 @@ pub(crate) fn empty_body(
 
 /// Refuses a state whose manifest would have more than `most` bytes. `texts` are the arguments of [`empty_body`].
 pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], most: u64) -> Result<()> {
-    // A cheap bound settles it for nearly all states.
+    // A cheap bound decides for nearly all states.
     if manifest::at_most(tensors, plan, texts) <= most {
         return Ok(());
     }

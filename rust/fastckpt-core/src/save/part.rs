@@ -59,7 +59,7 @@ impl<'a> Part<'a> {
         }
         let known = self.shards.last().is_none_or(|&last| last < self.plan.shards.len());
         if !known || !self.shards.is_sorted_by(|one, other| one < other) {
-            return Err(Error::Invalid("shards must be places in the plan, in ascending order".to_owned()));
+            return Err(Error::Invalid("shards must be indices of the plan, in ascending order".to_owned()));
         }
         Ok(())
     }

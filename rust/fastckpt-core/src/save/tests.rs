@@ -67,7 +67,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     let error = save(len - 1).unwrap_err();
     assert!(matches!(&error, Error::TooLarge(_)), "{error}");
     let text = error.to_string();
-    for part in [&(len - 1).to_string(), "25 for what is no tensor", "3 tensors"] {
+    for part in [&(len - 1).to_string(), "25 for values other than tensors", "3 tensors"] {
         assert!(text.contains(part), "{text}");
     }
     assert_eq!(read.load(Ordering::Relaxed), 0);

@@ -12,8 +12,8 @@ use super::bytes::{Shape, len};
 use super::spread::{Bounds, Groups};
 use super::tiles::Tiles;
 
-/// Boxes whose runs have this many bytes on average are written by the ranks that have them. It is worth more
-/// operations not to exchange them.
+/// Boxes whose contiguous pieces have this many bytes on average are written by their ranks: more operations cost less
+/// than an exchange.
 pub(super) const LONG: u128 = 64 << 10;
 
 /// By section and copy: the ranks that give some of it, ascending.

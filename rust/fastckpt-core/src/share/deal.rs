@@ -1,8 +1,8 @@
-//! Decides which of the ranks that hold the same bytes of a tensor gives them to a save. Pure.
+//! Decides which of the ranks that hold the same bytes of a tensor supplies them to a save. Pure.
 //!
-//! Ranks that hold the same part of a tensor, ascending, have its **copies**: copy 0 is the first one's, copy 1 the next
-//! one's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
-//! differ. Tensors are dealt so that every copy gives about as many bytes.
+//! Ranks that hold the same part of a tensor have its **copies**, in ascending order: copy 0 is the first rank's, copy
+//! 1 the next rank's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are
+//! declared equal may differ. Tensors are dealt so that every copy gives about as many bytes.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use super::table::{Deal, Share};
 use crate::error::Result;
 
-/// A tensor is not cut into runs of fewer bytes, except for its last one. Writing one rank's excess over its share
-/// takes a moment.
+/// A tensor is not cut into pieces of fewer bytes, except for the last. One rank's excess over its share takes only a
+/// moment to write.
 const RUN: u64 = 64 << 20;
 /// A copy may give this fraction more than its share, so that a tensor need not be cut.
 const SPARE: u64 = 16;
@@ -64,8 +64,8 @@ impl Share {
         Ok(deals)
     }
 
-    /// Large batches first, the largest of them first: each whole from the copy that has given least, and in runs where
-    /// that would be too much. Then the small ones in the order of files, so that a copy gives stretches of few files.
+    /// Large batches first, in descending order: each whole from the copy that has given least, or in pieces where that
+    /// would be too much. Then the small ones in the order of files, so that a copy gives pieces of few files.
     fn balance(&self, copies: u32, mut batches: Vec<Batch>, deals: &mut [Deal]) {
         let share = batches.iter().map(|batch| batch.bytes).sum::<u64>().div_ceil(u64::from(copies));
         let mut given = vec![0u64; copies as usize];
@@ -83,7 +83,7 @@ impl Share {
                     }
                     open
                 };
-                // No longer runs: if a copy is spread over several ranks, each of them should give some of it.
+                // Not longer: if a copy is spread over several ranks, each of them should give some of it.
                 let end = (rest.start + RUN).next_multiple_of(self.block_size);
                 let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
                 let run = rest.start..if cut { end } else { rest.end };

@@ -1,7 +1,7 @@
 //! The duties of one rank: the ranges of files that it reads or writes, and its messages. Pure.
 //!
-//! Both sides of a message compute its items from the same cuts, in the same order: intervals, blocks and pages cut a
-//! tensor into stretches with one owner each, and cells and tiles have their order.
+//! Both sides of a message compute its items from the same cuts in the same order: intervals, blocks and pages cut a
+//! tensor into stretches with one owner each, and cells and tiles have an order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -37,18 +37,18 @@ pub struct Duties {
     pub ranges: Vec<FileRange>,
     /// Bytes in `ranges` that it has or wants itself, in order.
     pub local: Vec<Item>,
-    /// Likewise, but these are parts of extents whose other parts other ranks read ([`Share::read_apart`]).
+    /// The same for parts of extents whose other parts other ranks read ([`Share::read_apart`]).
     pub apart: Vec<Item>,
     /// Messages with bytes in `ranges` that others have or want.
     pub io: Vec<Message>,
     /// Messages with bytes that it has or wants itself, or relays, and that others read or write.
     pub boxes: Vec<Message>,
-    /// Messages with bytes that it relays, from or to those who have or want them.
+    /// Messages with bytes that it relays, from or to the ranks that have or want them.
     pub relays: Vec<Message>,
 }
 
 impl Duties {
-    /// Bytes that it has or wants itself, and reads or writes, gives or gets.
+    /// Bytes that it has or wants itself, whether it or another rank reads or writes them.
     pub(crate) fn own(&self) -> impl Iterator<Item = &Item> {
         let given = self.boxes.iter().flat_map(|message| &message.items);
         self.local.iter().chain(given.filter(|item| item.own))
@@ -68,7 +68,7 @@ impl Duties {
         }
     }
 
-    /// The places of the messages of `io`, and of those of `relays`, among those that a load sends.
+    /// The places of the messages in `io` and in `relays` among all that a load sends.
     #[must_use]
     pub fn sent(&self) -> [Vec<usize>; 2] {
         let places = |of: &[Message], others: &[Message]| {
@@ -80,8 +80,8 @@ impl Duties {
 }
 
 impl Share {
-    /// What `rank` does. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; for a save,
-    /// also if no rank has some of the bytes.
+    /// The duties of `rank`. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; for a
+    /// save, also if no rank has some of the bytes.
     pub fn duties(&self, rank: u32, purpose: Purpose) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
@@ -123,7 +123,7 @@ impl Share {
                 at += self.tensors[tensor].stored;
             }
             if at != end {
-                return Err(Error::Invalid("a file ends after its last tensor".to_owned()));
+                return Err(Error::Invalid("a file is longer than its tensors".to_owned()));
             }
         }
         Ok(())
@@ -185,7 +185,7 @@ pub(super) struct At<'a, 'b> {
 pub(super) struct Work<'a> {
     pub(super) share: &'a Share,
     pub(super) rank: u32,
-    /// Of a save, by tensor.
+    /// By tensor, for a save.
     deals: &'a [Deal],
     /// By class.
     own: HashMap<usize, Rc<Own>>,
@@ -267,7 +267,7 @@ impl<'a> Work<'a> {
         Spot { shard: at.held.shard, offset: at.stretch.start, turn, hop: near != at.run.rank }
     }
 
-    /// The rank that relays what `rank` has or wants of `tile` in a stretch.
+    /// The rank that relays the bytes that `rank` has or wants of `tile` in a stretch.
     pub(super) fn relay(&mut self, at: &At<'_, '_>, rank: u32, tile: u32) -> Option<u32> {
         match at.relays? {
             Relays::Team => self.teams.relay(at.held, at.stretch.start, at.run, rank),
@@ -275,12 +275,12 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Adds an item that `far` has or wants, or relays, of what this rank reads or writes.
+    /// Adds an item that `far` has, wants or relays, and that this rank reads or writes.
     pub(super) fn deal(&mut self, at: &At<'_, '_>, far: u32, item: Item) {
         self.io.add(far, self.spot(at, (self.rank, far)), item);
     }
 
-    /// Adds an item of this rank that another reads or writes, for it or for the relay.
+    /// Adds an item of this rank that another rank reads or writes, sent directly or through the relay.
     pub(super) fn hand(&mut self, at: &At<'_, '_>, relay: Option<u32>, item: Item) {
         let near = relay.filter(|&relay| relay != self.rank).unwrap_or(at.run.rank);
         self.boxes.add(near, self.spot(at, (near, self.rank)), item);
@@ -291,7 +291,7 @@ impl<'a> Work<'a> {
         self.relays.add(peer, self.spot(at, (self.rank, peer)), item)
     }
 
-    /// The intervals of which this rank sends or receives something: its own, and those that it may relay.
+    /// The intervals of which this rank sends or receives bytes: its own, and those that it may relay.
     pub(super) fn near(&mut self, held: &Held<'_>, own: &Own, relays: Option<Relays>) -> Vec<usize> {
         if relays != Some(Relays::Team) {
             return own.intervals.clone();

@@ -1,4 +1,4 @@
-//! A tensor and the ranks that have it, or want it: which of them gives bytes to their writer. Pure.
+//! A tensor and the ranks that have or want it, and which of them gives bytes to their writer. Pure.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub(super) struct Held<'a> {
     pub(super) spreads: Vec<&'a Groups>,
     /// Its logical shape.
     pub(super) sizes: &'a [u64],
-    /// The copy that a save takes each tensor from; a load has none.
+    /// The copy from which a save takes each tensor; a load has none.
     deal: Option<&'a Deal>,
     block_size: u64,
     page: u64,
@@ -78,7 +78,7 @@ impl<'a> Held<'a> {
         self.range.start.max(block)..self.range.end.min(block + self.block_size)
     }
 
-    /// Whether an extent is wanted in long parts, by one rank each, and by all of these ranks together whole.
+    /// Whether ranks want an extent in long parts, one rank each, and together all of it.
     pub(super) fn is_apart(&self, extent: &Range<u64>) -> bool {
         let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
         let has_one_reader = |interval: usize| {
@@ -92,9 +92,9 @@ impl<'a> Held<'a> {
 
     /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
     ///
-    /// It is the one that has the copy. If the bytes are always compared, it may be the writer itself if that has the
-    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap. Of a thin
-    /// tensor, all comes from one copy, which has relays.
+    /// It is the rank that has the copy. If the bytes are always compared, it may be the writer itself, if it has the
+    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap. For a
+    /// thin tensor, all bytes come from one copy, which has relays.
     pub(super) fn giver(
         &self,
         cell: &[u32],
@@ -139,11 +139,11 @@ impl<'a> Held<'a> {
     }
 }
 
-/// The one of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These ranks are
+/// The member of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These two are
 /// likely to be on one host, and in one copy of the model.
 pub(super) fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
     while let [first, _, ..] = *ranks {
-        // The highest bit in which they differ. Those without it come first.
+        // The highest bit in which they differ. Ranks without it come first.
         let bit = 1 << (first ^ ranks[ranks.len() - 1]).ilog2();
         let (without, with) = ranks.split_at(ranks.partition_point(|rank| rank & bit == 0));
         ranks = if owner & bit == 0 { without } else { with };

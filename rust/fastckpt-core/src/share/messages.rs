@@ -1,4 +1,4 @@
-//! Items, and how those of a pair of ranks become messages. Pure.
+//! Items, and the messages into which those of a pair of ranks are put. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -31,10 +31,10 @@ pub struct Item {
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
-    /// The rank on the box side of the message has or wants it itself.
+    /// Whether the rank on the box side of the message has or wants it itself.
     pub own: bool,
-    /// This rank relays it: they come from this message of [`super::Duties::relays`], or go to each of these, from this
-    /// byte on.
+    /// If this rank relays it: the messages of [`super::Duties::relays`] from or to which its bytes go, each with the
+    /// first byte there.
     pub relayed: Vec<(usize, u64)>,
 }
 
@@ -47,7 +47,7 @@ pub struct Message {
     pub bytes: u64,
     /// Those of a lower phase come first.
     pub phase: u64,
-    /// One of the two ranks relays what it has for the other.
+    /// Whether one of the two ranks relays its bytes for the other.
     pub hop: bool,
     /// Not empty, in the order of files and offsets.
     pub items: Vec<Item>,
@@ -60,19 +60,19 @@ pub(super) struct Spot {
     /// Its first byte in that file.
     pub(super) offset: u64,
     pub(super) turn: Turn,
-    /// It travels between a relay and a member of its team.
+    /// Whether it travels between a relay and a member of its team.
     pub(super) hop: bool,
 }
 
 /// The place of an item among those of all ranks: the number of its block at the rank that reads or writes it, and then
 /// the distance between the two ranks.
 ///
-/// Every rank sends and receives in this order, so that none waits in a circle. In each block, a rank serves first its
-/// neighbour, then the next one: if all went in the order of files, all would serve one rank after another.
+/// Every rank sends and receives in this order, so that no ranks wait in a circle. In each block, a rank serves first
+/// its neighbour, then the next rank: in the order of files, all ranks would serve one rank after another.
 ///
 /// Before all other messages of a save come those between relays and the ranks that they relay for. In a load they come
-/// last in each window of blocks, and no message has bytes of two windows. So what a relay passes on never waits for a
-/// message that waits for it, and a relay has that of one window at the same time.
+/// last in each window of blocks, and no message has bytes of two windows. So bytes that a relay passes on never wait
+/// for a message that waits for them, and a relay holds those of one window at a time.
 pub(super) type Turn = (u64, u32);
 
 /// The messages of one rank in one direction, while items are added.
@@ -103,7 +103,7 @@ impl Mailbox {
             let (first, turn, message) = &mut self.messages[last];
             let near = first.shard == spot.shard && spot.offset - first.offset < SPAN;
             let with = first.turn.0 / self.window == spot.turn.0 / self.window;
-            // A relay has all of its messages of a window at the same time.
+            // A relay holds all of its messages of a window at the same time.
             if message.bytes < self.full && with && (near || spot.hop) {
                 let at = message.bytes;
                 message.bytes += item.len;
@@ -118,8 +118,8 @@ impl Mailbox {
         (self.messages.len() - 1, 0)
     }
 
-    /// The messages, in the order in which they are needed: that of their first items. A message of a load is sent when
-    /// all of it was read: then it is the order of their last items. Also returns the place of each in this order.
+    /// The messages in the order in which they are needed, which is that of their first items. A load sends a message
+    /// when all of it was read, so its order is that of their last items. Also returns the place of each in this order.
     pub(super) fn finish(self, load: bool) -> (Vec<Message>, Vec<usize>) {
         let mut order: Vec<_> = self.messages.into_iter().enumerate().collect();
         for (_, (first, _, message)) in &mut order {

@@ -1,9 +1,9 @@
-//! Which rank writes, or reads, which run of a file. Pure.
+//! Which rank writes or reads which range of a file. Pure.
 //!
 //! The ranks whose pieces of a tensor are neighbours in its file are a team ([`super::teams`]). Files are cut into **grains**, and each grain has one owner: a member of the team in whose domain
-//! the grain's deciding byte is. What a team owns in all files, one run after another, is dealt to its members, to each
+//! the grain's deciding byte is. The ranges that a team owns in all files are dealt to its members in order, to each
 //! about as many bytes. So a member writes whole domains in a few files, instead of its own short piece of each tensor,
-//! and the others send it their parts. A team of one writes in place what it has.
+//! and the others send it their parts. A team of one writes its bytes in place.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use super::teams::Teams;
 use crate::error::Result;
 use crate::format::geometry::down;
 
-/// No more ranks are chosen for a team: each of them sends messages to all others.
+/// The most ranks of a team: each of them sends messages to all others.
 const MOST: u32 = 128;
 /// In a job of `MANY` ranks or more, no rank should write more files: each is opened by all of its writers.
 const FILES: u64 = 10;
@@ -36,9 +36,9 @@ struct Finder<'a> {
 }
 
 impl<'a> Finder<'a> {
-    /// The byte that decides who owns the grain at `start`, or the part of it in `region` of a file. In pages it is the
-    /// first one, so that whoever has the begin of a part need not send it; in longer grains another one in each, else
-    /// the same ranks would have them all. The header goes with what follows it.
+    /// The byte that decides which rank owns the grain at `start`, or the part of it in `region` of a file. In pages it
+    /// is the first, so that the rank with the start of a part need not send it; in longer grains it differs from grain
+    /// to grain, else the same ranks would have them all. The header belongs to the grain after it.
     fn deciding(&self, shard: usize, region: &Range<u64>, start: u64) -> u64 {
         let data = self.share.files[shard].0;
         let range = start.max(region.start)..region.end.min(down(start, self.grain) + self.grain);
@@ -70,7 +70,7 @@ impl<'a> Finder<'a> {
         } else if let Some(&first) = order.first() {
             self.region(shard, 0..self.share.files[shard].1, self.held(first)?, &mut runs)?;
         } else if self.share.files[shard].1 > 0 {
-            // It has a header alone.
+            // The file has only a header.
             runs.push((0..self.share.files[shard].1, self.teams.of(vec![0])));
         }
         self.runs.push(runs);
@@ -99,13 +99,13 @@ impl<'a> Finder<'a> {
             let (domain, team) = self.teams.domain(&held, byte);
             let next = down(at, grain) + grain;
             if self.teams.ranks(team).is_empty() {
-                // Of a load, which may want another part of the extent.
+                // A load may want another part of the extent.
                 let end = next.min(region.end);
                 runs.extend(self.wanted(&held, at..end).map(|team| (at..end, team)));
                 at = next;
                 continue;
             }
-            // All grains before that of the domain's end are decided in it, and that one may be.
+            // All grains before that of the domain's end are decided in the domain; the grain of its end may be.
             let last = down(domain.end, grain);
             let end = if last < next {
                 next
@@ -120,7 +120,7 @@ impl<'a> Finder<'a> {
         Ok(())
     }
 
-    /// The first team that wants something of an extent of a tensor.
+    /// The first team that wants bytes of an extent of a tensor.
     fn wanted(&mut self, held: &Held<'_>, mut extent: Range<u64>) -> Option<usize> {
         while extent.start < extent.end {
             let (domain, team) = self.teams.domain(held, extent.start);
@@ -132,11 +132,11 @@ impl<'a> Finder<'a> {
         None
     }
 
-    /// Where the shares of the members of each team end, in what it owns of all files together: about as many bytes each,
-    /// and within [`SPARE`] of that whole files, as many for each.
+    /// Where the share of each member of a team ends in the ranges that the team owns of all files: about equal bytes
+    /// each, and whole files, equally many, if these are within [`SPARE`] of that.
     fn shares(&self) -> Vec<Vec<u64>> {
         let mut totals = vec![0; self.teams.len()];
-        // By team, at the end of each file of which it owns something.
+        // By team, at the end of each file of which it owns a range.
         let mut files = vec![Vec::<u64>::new(); totals.len()];
         for runs in &self.runs {
             for (range, team) in runs {
@@ -204,7 +204,7 @@ impl<'a> Finder<'a> {
 }
 
 impl Share {
-    /// Who writes or reads what.
+    /// The owner of each range.
     pub(super) fn owners(&self, purpose: Purpose) -> Result<&Owners> {
         let made = &self.owners[purpose as usize];
         if let Some(made) = made.get() {
@@ -230,9 +230,9 @@ impl Share {
         Ok(made.get_or_init(|| Owners::new(finder.deal(), relays, window)))
     }
 
-    /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose
-    /// pieces of a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces. Teams
-    /// of a job of many ranks are larger where each of these would write many files.
+    /// The ranks of a team, if a tensor has that many: the requested number, or the least power of two whose pieces of
+    /// a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces. Teams of a
+    /// job of many ranks are larger where each of these would write many files.
     pub fn team_size(&self) -> Result<u32> {
         if let Some(&size) = self.team_size.get() {
             return Ok(size);
@@ -244,8 +244,8 @@ impl Share {
         Ok(*self.team_size.get_or_init(|| wanted.min(self.ranks)))
     }
 
-    /// How many files a rank writes on average, about, in teams of so many ranks: each of its teams, for tensors that are
-    /// cut in different ways, deals its files to its members, one run after another.
+    /// About how many files a rank writes on average in teams of this size: each of its teams, for tensors that are cut
+    /// in different ways, deals its files to its members, one run after another.
     fn files_of_rank(&self, team: u32) -> Result<u64> {
         let mut files: HashMap<usize, HashSet<usize>> = HashMap::new();
         for (shard, order) in self.order.iter().enumerate() {
@@ -287,7 +287,7 @@ impl Share {
             for interval in 0..held.cover.len() {
                 let (lines, ranks) = (held.cover.bytes(interval), held.givers(interval, 0).len() as u64);
                 let bytes = lines.end - lines.start;
-                // What no rank wants of a load is no piece.
+                // Bytes of a load that no rank wants are no piece.
                 pieces.extend(bytes.checked_div(ranks).map(|piece| (piece, bytes * count)));
             }
         }

@@ -22,7 +22,7 @@ impl Place {
         let (tiles, mut part) = (&held.cover.tiles, Vec::new());
         let (whose, shape) = (tiles.whose(tile), tiles.shape());
         let groups = held.spreads[whose.slot as usize];
-        // The cover was made of the same ranges.
+        // The cover was made from the same ranges.
         let ranges = shape.ranges(held.sizes, groups, whose.group, &mut part);
         debug_assert!(ranges.is_ok());
         let bounds = tiles.bounds(tile);

@@ -1,4 +1,4 @@
-//! What one rank reads, and gets from others who read. Pure.
+//! The bytes that one rank reads, and those that it gets from other readers. Pure.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use super::runs::{Owners, Relays, Run};
 use crate::error::Result;
 
 impl Work<'_> {
-    /// The ranges that this rank reads of a file, and the items that it receives of the rest of it. A member of a team
-    /// reads what others of it want, too, and perhaps only that.
+    /// The ranges of a file that this rank reads, and the items that it receives of the rest. A member of a team also
+    /// reads for the other members, and perhaps only for them.
     pub(super) fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.held(shard)?;
         let apart = self.share.apart && self.share.team_size()? == 1;
@@ -74,7 +74,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds what this rank gets of a tile for all ranks that it relays it to, and perhaps for itself.
+    /// Adds the bytes of a tile that this rank gets for all ranks to which it relays them, and perhaps for itself.
     fn relayed(&mut self, at: &At<'_, '_>, tile: u32) {
         let (mut first, mut own, mut relayed) = (None, false, Vec::new());
         for &peer in at.held.ranks(tile) {
@@ -111,7 +111,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds what ranks want of a tile in a stretch that this rank reads: once for all with the same relay.
+    /// Adds the bytes of a tile that ranks want in a stretch that this rank reads: once for all with the same relay.
     fn serve(&mut self, at: &At<'_, '_>, tile: u32) -> bool {
         let (ranks, mut served) = (at.held.ranks(tile), Vec::new());
         let mut wanted = false;

@@ -1,4 +1,4 @@
-//! The bytes that a rank holds and others hold, too, and which of them are compared. Pure.
+//! The bytes that a rank shares with other ranks, and which of them are compared. Pure.
 //!
 //! Cells of intervals are compared, not parts: if boxes overlap in part, the overlap is compared. All ranks that hold a
 //! cell choose the same bytes of it.
@@ -14,11 +14,11 @@ use super::table::Share;
 use crate::error::Result;
 use crate::sys::strided::Rows;
 
-/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, everything is: they may be
+/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, all bytes are: they may be
 /// different tensors of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
-    /// Nothing else.
+    /// Only overlaps.
     Overlaps,
     /// Samples, drawn by this number; small parts whole.
     Samples(u64),
@@ -26,7 +26,7 @@ pub enum Depth {
     All,
 }
 
-/// A cell of an interval that a rank holds, and other ranks, too.
+/// A cell of an interval that a rank and others hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copied {
     /// The tensor.
@@ -47,19 +47,19 @@ pub struct Copied {
 
 /// Parts up to this size are compared whole.
 const SMALL: u64 = 64 << 10;
-/// Bytes of a sample, about.
+/// About the bytes of a sample.
 const SAMPLE: u64 = 4 << 10;
 /// A sample is drawn from each stretch of this many bytes.
 const DRAWN: u64 = 4 << 20;
 
 impl Share {
-    /// The cells that `rank` and others hold, as far as `depth` compares some of them, and the ranks of each team that
-    /// holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
+    /// The cells that `rank` and others hold and that `depth` compares in whole or in part, and the ranks of each team
+    /// that holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, (&[], false), u64::MAX)?;
-        // Also of files that no rank writes: they are linked because of one copy.
+        // Files that no rank writes count, too: they are linked because of one copy.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {

@@ -1,9 +1,9 @@
-//! Runs of files: ranges that one rank writes or reads. Pure.
+//! Ranges of files that one rank writes or reads. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// What the duties are for.
+/// The purpose of duties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// To save. Everything is written; a grain has one writer ([`super::Share::in_teams`]).
@@ -31,10 +31,10 @@ impl Run {
     }
 }
 
-/// Who writes, or reads, what.
+/// The owners of all ranges.
 #[derive(Debug)]
 pub(super) struct Owners {
-    /// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
+    /// The runs of every file, in order. Only a load leaves gaps: bytes that no rank wants.
     runs: Vec<Vec<Run>>,
     /// The classes of tensors that are relayed.
     relays: HashMap<usize, Relays>,
@@ -47,7 +47,7 @@ pub(super) struct Owners {
 pub(super) enum Relays {
     /// A member of the team.
     Team,
-    /// Of a load, one of the ranks that want the same piece.
+    /// In a load, one of the ranks that want the same piece.
     Copies,
 }
 
@@ -57,7 +57,7 @@ impl Owners {
         Self { runs, relays, window }
     }
 
-    /// Who relays the pieces of tensors of a class, if somebody does.
+    /// Who relays the pieces of tensors of a class, if anyone does.
     pub(super) fn relays(&self, class: usize) -> Option<Relays> {
         self.relays.get(&class).copied()
     }

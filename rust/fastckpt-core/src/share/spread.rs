@@ -38,7 +38,7 @@ pub enum Spread {
         ranks: Vec<u32>,
         /// The size of each dimension of the mesh.
         mesh: Vec<u64>,
-        /// One for each dimension of the mesh.
+        /// One placement for each dimension of the mesh.
         placements: Vec<Placement>,
     },
     /// A rank and one of its boxes each. The boxes of a rank are its parts in this order.
@@ -140,7 +140,7 @@ impl Groups {
         self.parts[first..first + len].iter().map(|&(_, group)| group)
     }
 
-    /// Whether everyone in it has the whole tensor.
+    /// Whether each of its ranks has the whole tensor.
     pub(super) fn is_whole(&self) -> bool {
         match &self.spread {
             Spread::All | Spread::Ranks(_) => true,
@@ -150,7 +150,7 @@ impl Groups {
     }
 
     /// The part of a tensor that a group has: along each dimension, ascending ranges of indices, which are adjacent in
-    /// the part. If it has nothing, at least one dimension has no range. Replaces the contents of `dims`.
+    /// the part. If it is empty, at least one dimension has no range. Replaces the contents of `dims`.
     pub(super) fn ranges(&self, group: u32, shape: &[u64], dims: &mut Vec<Bounds>) -> Result<(), String> {
         let at = &self.all[group as usize].at;
         dims.resize_with(shape.len(), Bounds::new);
@@ -181,7 +181,7 @@ impl Groups {
                 let bounds = &boxes[at[0] as usize].1;
                 if bounds.len() != shape.len() {
                     return Err(format!(
-                        "a box of it has {} dimensions, but it has {}",
+                        "a box has {} dimensions, the tensor has {}",
                         bounds.len(),
                         shape.len()
                     ));
@@ -281,7 +281,7 @@ fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
 /// Chunk `index` of `count` of each of `factor` chunks of a sequence, one after another.
 fn strided(sequence: &Bounds, factor: u64, count: u64, index: u64) -> Bounds {
     let mut found = Bounds::new();
-    // No more than the sequence has indices: the chunks after these are empty.
+    // At most as many as the sequence has indices: the chunks after these are empty.
     for outer in 0..factor.min(length(sequence)) {
         let mut inner = sequence.clone();
         chunk(&mut inner, factor, outer);

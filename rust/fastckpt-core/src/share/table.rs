@@ -23,7 +23,7 @@ pub struct Tensor {
     pub name: String,
     /// Bytes that it has in the file.
     pub stored: u64,
-    /// Its logical shape, which boxes are given in.
+    /// Its logical shape, to which boxes refer.
     pub shape: Vec<u64>,
     /// Its file.
     pub shard: usize,
@@ -38,8 +38,8 @@ pub struct Tensor {
 pub(super) struct Deal {
     /// Runs of the file, one after another: where each ends, and its copy. The last copy continues to the tensor's end.
     pub(super) runs: Vec<(u64, u32)>,
-    /// Every byte comes from that copy. Else the rank that writes a page may use its own copy of a part that begins
-    /// there, which is always compared.
+    /// Whether every byte comes from that copy. Otherwise the rank that writes a page may use its own copy of a part
+    /// that begins there. That part is always compared.
     pub(super) strict: bool,
 }
 
@@ -79,7 +79,7 @@ pub struct Share {
     /// The owners for each purpose.
     pub(super) owners: [OnceLock<Owners>; 2],
     pub(super) team_size: OnceLock<u32>,
-    /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
+    /// Tensors of one shape, size and spreads have one cover. Each is made on demand, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
 
@@ -97,7 +97,7 @@ impl Share {
     ) -> Result<Self> {
         if block_size == 0 || !block_size.is_multiple_of(PAGE) || ranks == 0 {
             return Err(Error::Invalid(format!(
-                "blocks of {block_size} bytes among {ranks} ranks: a block is whole pages, and a job has ranks"
+                "blocks of {block_size} bytes among {ranks} ranks: blocks must be whole pages, jobs must have ranks"
             )));
         }
         let mut order = vec![Vec::new(); files.len()];
@@ -164,8 +164,8 @@ impl Share {
         Ok(Self { page, grain: self.grain.max(page), ..self }.anew())
     }
 
-    /// The same, but writers change at multiples of `grain` bytes, a power of two, and teams of `team` ranks write what
-    /// their members have. With 0, their size is chosen by the pieces of tensors that ranks have.
+    /// The same, but writers change at multiples of `grain` bytes, a power of two, and teams of `team` ranks write the
+    /// bytes that their members have. With 0, the ranks' pieces of tensors decide the size.
     ///
     /// Fails unless a grain is whole pages.
     pub fn in_teams(self, grain: u64, team: u32) -> Result<Self> {
@@ -188,7 +188,7 @@ impl Share {
         self.anew()
     }
 
-    /// The tensors that have bytes, also those of files that no rank reads or writes.
+    /// The tensors that have bytes, even in files that no rank reads or writes.
     pub(super) fn with_bytes(&self) -> impl Iterator<Item = usize> {
         (0..self.tensors.len()).filter(|&tensor| self.tensors[tensor].stored > 0)
     }
@@ -214,9 +214,8 @@ impl Share {
         Ok(self.deals.get_or_init(|| made))
     }
 
-    /// The same, but an extent that several ranks want in long parts, each rank another one, is read by them in these
-    /// parts. Only checksums of it travel: put together ([`Self::merge`]), they are compared with the checksum of the
-    /// extent.
+    /// The same, but an extent of which several ranks want different long parts is read by them in these parts. Only
+    /// checksums of it travel: put together ([`Self::merge`]), they are compared with the checksum of the extent.
     #[must_use]
     pub fn read_apart(self) -> Self {
         Self { apart: true, ..self }
@@ -264,7 +263,7 @@ impl Share {
         self.ranks
     }
 
-    /// Bytes, at whose multiples writers change.
+    /// The number of bytes at whose multiples writers change.
     #[must_use]
     pub const fn grain(&self) -> u64 {
         self.grain
@@ -347,7 +346,7 @@ impl Share {
         Error::Invalid(format!("tensor `{}`: {why}", self.tensors[tensor].name))
     }
 
-    /// The range of the file that a range of a tensor is.
+    /// The range of the file that holds a range of a tensor.
     pub(super) fn in_file(&self, tensor: usize, range: &Range<u64>) -> Range<u64> {
         let offset = self.tensors[tensor].offset;
         offset + range.start..offset + range.end

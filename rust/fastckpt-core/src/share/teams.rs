@@ -1,9 +1,9 @@
 //! Teams: ranks whose pieces of a tensor are neighbours in its file. Pure.
 //!
-//! What a team has, or wants, of a tensor is its **domain**. A tensor with several domains and pieces of at most 64 KiB
-//! is **thin**: its writer, or reader, would have to hear from a great many ranks. So the members of another team give
-//! their pieces to one of them, the **relay**, which passes them on together. Likewise, where many ranks want bytes of
-//! a grain of a load because several want the same piece, its reader sends a piece to one of these, which passes it on.
+//! The part of a tensor that a team has or wants is its **domain**. A tensor with several domains and pieces of at most
+//! 64 KiB is **thin**: its writer or reader would exchange messages with very many ranks. So the members of another
+//! team give their pieces to one member, the **relay**, which passes them on together. In a load, where many
+//! ranks want bytes of a grain because several want the same piece, one of these gets it and passes it on.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,12 +14,12 @@ use super::runs::{Relays, Run};
 use super::table::Share;
 use crate::error::Result;
 
-/// Bytes that a rank relays and has in memory all at the same time, about: thin tensors of a save, what it relays in a
-/// window of a load.
+/// About the bytes that a rank relays and has in memory at the same time: thin tensors of a save, or the relayed bytes
+/// of a window of a load.
 const RELAYED: u64 = 64 << 20;
-/// A relay of a load passes bytes on to no more ranks of its team, or with its piece.
+/// The most ranks, of its team or with its piece, to which a relay of a load passes bytes on.
 const TOGETHER: u32 = 64;
-/// A grain of a load that no more ranks want is sent to each of them, unless teams of another size were requested.
+/// A grain of a load is sent to each rank if at most this many want it, unless another size of teams was requested.
 const FEW: u32 = 16;
 
 /// The domains of the tensors of a class.
@@ -31,7 +31,7 @@ struct Domains {
     pieces: u64,
 }
 
-/// The teams that were looked for.
+/// The teams that were found.
 #[derive(Debug)]
 pub(super) struct Teams<'a> {
     share: &'a Share,
@@ -93,7 +93,7 @@ impl<'a> Teams<'a> {
                 if ranks == 0 {
                     firsts.push(interval);
                 }
-                // Copies of one piece are one piece, of a load, too.
+                // Copies of one piece are one piece, even in a load.
                 let givers = held.givers(interval, 0).len() as u64;
                 (ranks, pieces) = (ranks + givers, pieces + givers);
                 if ranks >= least {
@@ -134,9 +134,9 @@ impl<'a> Teams<'a> {
         (bytes, team)
     }
 
-    /// The rank that relays what `rank` has or wants of the byte at `offset`, which is in `run`, if it is not sent
-    /// directly: a member of its team, or of its part of a team that has several copies. The members of two teams with
-    /// the same seat deal with each other, so that each hears from few ranks of other teams, and relays as much as others.
+    /// The rank that relays the bytes of `rank` around the byte at `offset`, which is in `run`, if they are not sent
+    /// directly: a member of its team, or of its part of a team that has several copies. Members of two teams with the
+    /// same seat deal with each other, so that each hears from few ranks of other teams, and all relay equally much.
     pub(super) fn relay(&mut self, held: &Held<'_>, offset: u64, run: &Run, rank: u32) -> Option<u32> {
         let most = if self.load { self.least.max(TOGETHER) } else { self.least };
         let team = self.domain(held, offset).1;
@@ -145,8 +145,8 @@ impl<'a> Teams<'a> {
         is_foreign.then(|| near[run.seat as usize % near.len()])
     }
 
-    /// Who relays the tensors of classes, and the blocks of a window. Thin are those with the shortest pieces, as long as
-    /// a rank can relay them all.
+    /// The relays of the tensors of classes, and the blocks of a window. Tensors with the shortest pieces are thin, as
+    /// long as a rank can relay them all.
     pub(super) fn relays(&mut self, grain: u64) -> Result<(HashMap<usize, Relays>, u64)> {
         let few = match self.share.team {
             0 | 1 => self.least.max(FEW),

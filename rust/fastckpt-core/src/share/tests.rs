@@ -1,4 +1,4 @@
-//! The duties of all ranks of small jobs, carried out byte by byte and compared with what the spreads say.
+//! The duties of all ranks of small jobs, carried out byte by byte and compared with the spreads.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -89,7 +89,7 @@ impl Job {
         Self { parts, ..Self::large(header, block_size, tensors, spreads, ranks) }
     }
 
-    /// The same of tensors that have too many bytes to list them.
+    /// The same for tensors with too many bytes to list.
     fn large(
         header: u64,
         block_size: u64,
@@ -141,7 +141,7 @@ impl Job {
         found
     }
 
-    /// The same of an item of duties, which lies in one block.
+    /// The same for an item of duties, which lies in one block.
     fn in_block(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
         let offset = self.share.tensors()[item.tensor].offset;
         let block = |byte: u64| (offset + byte) / self.share.block_size();
@@ -149,8 +149,8 @@ impl Job {
         self.bytes(rank, item)
     }
 
-    /// Compares what both sides know of each message. Calls `each` with the ranks that read or write an item, and that have
-    /// or want it, whoever relays it.
+    /// Compares both sides of each message. Calls `each` with the rank that reads or writes an item, and the rank that
+    /// has or wants it, with or without a relay.
     fn messages(&self, all: &[Duties], purpose: Purpose, mut each: impl FnMut(u32, u32, &Item)) {
         let mut sides: [BTreeMap<(u32, u32), Vec<&Message>>; 2] = Default::default();
         for (rank, duties) in (0..).zip(all) {
@@ -213,14 +213,14 @@ impl Job {
         }
     }
 
-    /// The messages of a rank with those who read or write: not with relays.
+    /// The messages of a rank with readers or writers, without relays.
     fn of_owners<'a>(&self, all: &'a [Duties], rank: u32, purpose: Purpose) -> Vec<&'a Message> {
         let mut found = Vec::new();
         for peer in 0..self.share.ranks() {
             let to = |messages: &'a [Message], peer: u32| {
                 messages.iter().filter(move |message| message.peer == peer)
             };
-            // Those of relays are first in a save, and last in each window of a load.
+            // Messages of relays are first in a save, and last in each window of a load.
             let last = u64::from(purpose == Purpose::Save);
             let own = to(&all[rank as usize].boxes, peer).filter(|message| message.phase % 2 == last);
             let first = found.len();
@@ -235,7 +235,7 @@ impl Job {
         (tensor.shard, tensor.offset + item.bytes.start)
     }
 
-    /// Who has each byte of each file in its ranges.
+    /// The rank that has each byte of each file in its ranges.
     fn owners(&self, all: &[Duties]) -> Vec<Vec<u32>> {
         let mut owners: Vec<_> =
             self.share.files().iter().map(|file| vec![NOBODY; file.1 as usize]).collect();
@@ -282,7 +282,7 @@ impl Job {
         }
         self.messages(&all, Purpose::Save, give);
         for (given, &(data, _)) in given.iter().zip(self.share.files()) {
-            assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
+            assert!(!given[data as usize..].contains(&NOBODY), "no rank sends a byte to its writer");
         }
         for index in 0..self.parts.len() {
             self.check_copies(index, &given);
@@ -301,7 +301,7 @@ impl Job {
         let lowest = |_: u32, boxes: u32, item: &Item| {
             for (byte, _) in self.in_block(boxes, item) {
                 let holders = &holders[item.tensor][byte as usize];
-                // Of several spreads the one that has the whole tensor comes first.
+                // Among several spreads, the one with the whole tensor comes first.
                 let one = self.share.tensors()[item.tensor].spreads.len() == 1;
                 let right = if one { holders.first() == Some(&boxes) } else { holders.contains(&boxes) };
                 assert!(right, "of the lowest rank");
@@ -337,7 +337,7 @@ impl Job {
         ranks
     }
 
-    /// A tensor of few bytes comes from one copy, but for pages in which a part begins.
+    /// A tensor of few bytes comes from one copy, except for pages in which a part begins.
     fn check_copies(&self, index: usize, given: &[Vec<u32>]) {
         let tensor = &self.share.tensors()[index];
         let ranks = self.ranks(index);
@@ -458,13 +458,13 @@ impl Job {
     }
 }
 
-/// The items of a message without what the rank knows of them that relays them.
+/// The items of a message without the fields of their relay.
 fn plain(message: &Message) -> Vec<Item> {
     message.items.iter().map(|item| Item { own: true, relayed: Vec::new(), ..item.clone() }).collect()
 }
 
 /// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle. What
-/// a relay passes on comes after the message that brings it.
+/// a relay passes on comes after the message with it.
 fn in_one_order(all: &[Duties], purpose: Purpose) {
     // The sender, the receiver, and the number among their messages.
     type Key = (u32, u32, usize);
@@ -522,7 +522,7 @@ fn placement(kind: u8, dim: Index, factor: u64, rank: usize) -> Placement {
     }
 }
 
-/// What one spread is made of, whatever the tensor's shape.
+/// The input for a spread, for any shape of the tensor.
 type Seed = (u8, Vec<(u64, u8, Index, u64)>, Vec<u32>, Vec<(u32, Vec<[Index; 2]>)>);
 
 fn seeds() -> impl Strategy<Value = Seed> {
@@ -730,7 +730,7 @@ fn short_runs_are_exchanged_within_their_copy_of_the_model() {
         let own = size(&duties.ranges);
         let received: u64 = duties.io.iter().map(|message| message.bytes).sum();
         assert!(received.abs_diff(own / 8 * 7) <= PAGE, "{own} {received}");
-        // Full messages: what eight ranks have of a block goes to one of them.
+        // Full messages: the bytes of eight ranks in a block go to one of them.
         assert!(duties.io.iter().all(|message| message.bytes <= 4 << 20));
     }
 }
@@ -761,7 +761,7 @@ fn thin_tensors_come_from_one_rank_of_each_team() {
             let most = duties.iter().map(peers).max().unwrap();
             assert!(if team == 1 { most == all } else { most <= all }, "{most} peers");
             let relayed: u64 = duties.iter().flat_map(|duties| &duties.relays).map(|hop| hop.bytes).sum();
-            // Of 320 KiB of norms those that neither the owner's team nor a relay has.
+            // Of 320 KiB of norms, the bytes that neither the owner's team nor a relay has.
             assert!(
                 if team == 1 { relayed == 0 } else { (200 << 10..280 << 10).contains(&relayed) },
                 "{relayed}"
@@ -781,7 +781,7 @@ fn pieces_of_64_kib_are_relayed_and_longer_ones_are_not() {
         let all = job.duties(purpose).unwrap();
         let relayed = all.iter().flat_map(|duties| &duties.relays).flat_map(|message| &message.items);
         let bytes = relayed.map(|item| (item.tensor, item.len)).collect::<Vec<_>>();
-        // One member of the team that has no writer passes on what the other one has.
+        // One member of the team without a writer passes on the other's bytes.
         assert_eq!(bytes, [(0, 64 << 10)], "{purpose:?}");
     }
 }
@@ -865,9 +865,9 @@ fn a_piece_that_several_want_is_sent_once_and_passed_on() {
         let mut peers: Vec<u32> = sent.iter().chain(&received).map(|message| message.peer).collect();
         peers.sort_unstable();
         peers.dedup();
-        // Those with the other pieces of its copy, and with the other copies of its piece.
+        // The ranks with the other pieces of its copy, and with the other copies of its piece.
         assert!(peers.len() <= 7 + 3, "{} peers", peers.len());
-        // A relay has what it passes on in one window after another.
+        // A relay holds the bytes of one window after another.
         let windows = duties.relays.chunk_by(|one, next| one.phase == next.phase);
         assert!(windows.clone().count() > 1);
         assert!(windows.map(bytes).all(|relayed| relayed <= 2 * (64 << 20)));
@@ -924,7 +924,7 @@ fn what_does_not_fit_is_refused() {
         (Spread::Ranks(Vec::new()), vec![4], 8, "tensor `w`: no rank has all of its bytes from 0 to 8"),
         (Spread::Boxes(vec![(1, range(0, 2))]), vec![4], 8, "no rank has all of its bytes from 4 to 8"),
         (Spread::Boxes(vec![(1, range(0, 5))]), vec![4], 8, "0..5 is not in dimension 0 of size 4"),
-        (Spread::Boxes(vec![(1, Bounds::new())]), vec![4], 8, "a box of it has 0 dimensions, but it has 1"),
+        (Spread::Boxes(vec![(1, Bounds::new())]), vec![4], 8, "a box has 0 dimensions, the tensor has 1"),
         (Spread::Boxes(vec![(0, range(0, 3)), (1, range(3, 6))]), vec![6], 3, "3 elements do not"),
         (Spread::Boxes(vec![(0, range(0, 3))]), vec![3], 4, "its shape does not fit its 4 bytes"),
         (
@@ -939,6 +939,6 @@ fn what_does_not_fit_is_refused() {
         let error = of(spread, &shape, stored).unwrap_err().to_string();
         assert!(error.contains(why), "{error}");
     }
-    // Whoever has everything has every byte, whatever they mean.
+    // A rank with everything has every byte, whatever the type.
     assert_eq!(of(Spread::All, &[3], 2).unwrap().ranges.len(), 0);
 }

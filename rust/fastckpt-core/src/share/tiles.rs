@@ -66,7 +66,7 @@ impl Tiles {
         &self.shape
     }
 
-    /// Their number.
+    /// The number of boxes.
     pub(super) fn len(&self) -> u32 {
         self.whose.len() as u32
     }

@@ -1,5 +1,5 @@
-//! Snapshots: a state is copied, so that it may change while the copy is written. One process copies it into the images
-//! of its files, which are laid out at the call. A rank copies its parts: the files are laid out when ranks have agreed.
+//! Snapshots: a state is copied, so that it may change while the copy is written. A single process copies it into
+//! images of its files, laid out at the call. A rank copies its parts: the files are laid out after the ranks agree.
 
 mod staging;
 
@@ -36,7 +36,7 @@ pub struct State {
     pub metadata: String,
 }
 
-/// The inputs of the files of a snapshot besides its tensors, as in [`Request`].
+/// The inputs, besides tensors, of the layout of a snapshot's files, as in [`Request`].
 #[derive(Debug)]
 pub struct Layout {
     /// The groups of files.
@@ -67,7 +67,7 @@ struct Inner {
 /// A part of a state, for a snapshot of parts.
 #[derive(Debug)]
 pub struct Part {
-    /// Where it lies.
+    /// Where its bytes are.
     pub content: Content,
     /// Its size in bytes.
     pub bytes: u64,
@@ -89,7 +89,7 @@ pub struct Snapshot {
     inner: Mutex<Option<Inner>>,
 }
 
-/// Parts of a snapshot begin at multiples of this: the processor copies fastest to there.
+/// Parts of a snapshot begin at multiples of this: to these the processor copies fastest.
 const ALIGNMENT: u64 = 64;
 
 impl Snapshot {
@@ -174,15 +174,14 @@ impl Snapshot {
         self.with(|inner| inner.staging.addresses())
     }
 
-    /// Notes that the caller has copied `bytes` of tensors to their places: these copies have ended. Refuses more than
-    /// were missing.
+    /// Notes that the caller has finished copying `bytes` of tensors to their places. Refuses more than were missing.
     pub fn copied(&self, bytes: u64) -> Result<()> {
         let add = |done: u64| done.checked_add(bytes).filter(|&done| done <= self.total);
         let added = self.counters.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         added.map(drop).map_err(|_| Error::Invalid("more bytes were copied than the snapshot has".to_owned()))
     }
 
-    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that
+    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or a copy that
     /// fails, it does not look at the state's own memory again.
     pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Progress<'_>) -> Result<()> {
         self.with(|inner| {
@@ -207,8 +206,7 @@ impl Snapshot {
         })
     }
 
-    /// The files with their names, to look at or to send. While one of them is kept, the memory serves no other
-    /// snapshot.
+    /// The files with their names, to read or to send. While one of them is kept, the memory serves no other snapshot.
     pub fn images(&self) -> Result<Vec<(String, Stretch)>> {
         self.with(|inner| {
             let (files, images) = inner.images()?;

@@ -47,7 +47,7 @@ pub(super) struct Staging {
     memory: Option<(Arc<Memory>, Arc<Mapping>)>,
 }
 
-/// Bytes of a content, from an offset on, and where they go.
+/// Bytes of a content from an offset on, and their destination.
 struct Piece<'a> {
     content: &'a Content,
     start: u64,
@@ -100,7 +100,7 @@ impl Staging {
     }
 
     /// Copies the contents whose byte in `wanted` is not 0. After the `last` copy, `total` bytes must have been copied.
-    /// After it, or after one that fails, the contents are not looked at again.
+    /// After it, or after a copy that fails, the contents are not read again.
     pub(super) fn stage(
         &mut self,
         wanted: &[u8],

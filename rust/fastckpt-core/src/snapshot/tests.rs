@@ -106,7 +106,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
 
 #[test]
 fn a_manifest_that_would_be_too_large_is_refused_before_the_copy() {
-    // The manifest holds 16 bytes for each block of a tensor. Nobody has to hold the tensor.
+    // The manifest holds 16 bytes for each block of a tensor. The tensor need not exist.
     let outcome = |blocks: u64| {
         let shape = vec![blocks * BLOCK_SIZE];
         let tensors = vec![TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape, logical: None }];

@@ -1,4 +1,4 @@
-//! Memory of the caller that is filled box by box: the part of a tensor that one rank wants.
+//! The caller's memory for the part of a tensor that one rank wants, filled box by box.
 
 use std::sync::Arc;
 

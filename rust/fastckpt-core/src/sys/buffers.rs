@@ -1,4 +1,4 @@
-//! Memory for several staging buffers, which are dealt out of it.
+//! Memory that is divided into several staging buffers.
 
 use std::io;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ impl Dealer {
         if alone { Ok(Self { mapping, used: 0 }) } else { Err(mapping) }
     }
 
-    /// The next `count` buffers of `size` bytes, or fewer if there are not so many.
+    /// The next `count` buffers of `size` bytes, or fewer if the memory ends.
     pub fn deal(&mut self, size: usize, count: usize) -> Buffers {
         let count = count.min((self.mapping.size() - self.used) / size.max(1));
         let buffer = |number| {
@@ -45,7 +45,7 @@ impl Dealer {
 pub struct Buffers {
     all: Vec<Buffer>,
     size: usize,
-    /// How many of its own it may have, taken from the pool when they are needed.
+    /// How many buffers it may take from the pool on demand.
     most: usize,
 }
 
@@ -56,7 +56,7 @@ impl Buffers {
         Self { all: Vec::new(), size, most }
     }
 
-    /// Whether [`Self::take`] has `len` bytes.
+    /// Whether [`Self::take`] would return `len` bytes.
     pub fn has(&mut self, len: usize) -> bool {
         self.all.iter_mut().any(|buffer| buffer.has(len)) || (self.all.len() < self.most && len <= self.size)
     }

@@ -1,7 +1,7 @@
-//! The calls to storage that threads of a job are in, for whoever waits for the job: storage may never answer.
+//! The calls to storage that threads of a job are making, for its waiting caller: storage may never answer.
 //!
-//! A thread that works for a job is [`Calls::enter`]ed, and notes each call while it lasts. In other threads a note costs
-//! next to nothing.
+//! A thread of a job is registered by [`Calls::enter`], and notes each call while it lasts. In other threads a note
+//! costs almost nothing.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<Calls>>> = const { RefCell::new(None) };
 }
 
-/// Those of one job.
+/// The calls of one job.
 #[derive(Debug)]
 pub struct Calls {
     state: Mutex<State>,
@@ -27,17 +27,17 @@ pub struct Calls {
 
 #[derive(Debug)]
 struct State {
-    /// Those under way, in the order in which they began.
+    /// The calls under way, in the order in which they began.
     under_way: BTreeMap<u64, Call>,
     begun: u64,
-    /// When one last ended.
+    /// When a call last ended.
     ended: Instant,
 }
 
 #[derive(Debug)]
 struct Call {
     operation: &'static str,
-    /// An open file or directory, and the name in it; no name for itself.
+    /// An open file or directory, and the name in it; an empty name for itself.
     at: Option<RawFd>,
     name: PathBuf,
     since: Instant,
@@ -50,9 +50,9 @@ pub struct Hanging {
     pub operation: &'static str,
     /// The file or directory.
     pub path: PathBuf,
-    /// For how long.
+    /// How long it has lasted.
     pub since: Duration,
-    /// For how long none of the others has ended either.
+    /// How long no other call has ended either.
     pub quiet: Duration,
 }
 
@@ -64,7 +64,7 @@ impl Default for Calls {
 }
 
 impl Calls {
-    /// Those of the job that the calling thread works for.
+    /// The calls of the calling thread's job.
     pub fn current() -> Option<Arc<Self>> {
         CURRENT.with_borrow(Clone::clone)
     }
@@ -125,7 +125,7 @@ pub fn on(operation: &'static str, fd: impl AsFd) -> Noted {
     noted(operation, || (Some(fd.as_fd().as_raw_fd()), PathBuf::new()))
 }
 
-/// The same on `name` in the directory `fd`; without one, on a path.
+/// The same on `name` in the directory `fd`; without `fd`, on a path.
 pub fn at(operation: &'static str, fd: Option<BorrowedFd<'_>>, name: impl FnOnce() -> PathBuf) -> Noted {
     noted(operation, || (fd.map(|fd| fd.as_raw_fd()).filter(|&fd| fd != libc::AT_FDCWD), name()))
 }
@@ -146,7 +146,7 @@ fn path_of(fd: RawFd) -> PathBuf {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default()
 }
 
-/// A file whose close is noted: daemons, and servers of network file systems, may be asked then.
+/// A file whose close is noted: it may need an answer from a daemon or the server of a network file system.
 #[derive(Debug)]
 pub struct Closing<T: AsFd>(ManuallyDrop<T>);
 

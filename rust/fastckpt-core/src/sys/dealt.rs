@@ -76,7 +76,7 @@ impl Buffer {
         len <= self.range.len() - self.used
     }
 
-    /// The next `len` bytes. [`Self::has`] has returned that there are so many.
+    /// The next `len` bytes. [`Self::has`] must have returned true for them.
     pub(super) fn deal(&mut self, len: usize) -> Dealt {
         let start = self.range.start + self.used;
         self.used = (self.used + len).next_multiple_of(PAGES).min(self.range.len());

@@ -44,7 +44,7 @@ impl<'a> Located<'a> {
         let Some((folder, name)) = name.split_once('/') else { return Ok(Self { outer, inner: None, name }) };
         let strange = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
         if matches!(folder, "" | "." | "..") || name.contains('/') {
-            return Err(strange("not the name of a file here".to_owned()));
+            return Err(strange("not the name of a file in this directory".to_owned()));
         }
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         match retry_on_intr(|| fs::openat(outer, folder, flags, Mode::empty())) {
@@ -108,7 +108,7 @@ pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> 
     }
 }
 
-/// How long to wait for the holder of a lease to give it back, and how often to check. The kernel revokes a lease after
+/// How long to wait until the holder of a lease gives it back, and how often to check. The kernel revokes a lease after
 /// fs.lease-break-time, 45 s by default.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
 
@@ -181,7 +181,7 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     let Some(stat) = stat.ok().filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0) else {
-        // Not reported (before 6.1, btrfs, NFS), or a filter refuses the call: an attempt will tell.
+        // Not reported (before 6.1, btrfs, NFS), or a filter refuses the call: an attempt will show it.
         return Some(PAGE);
     };
     let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
@@ -220,7 +220,7 @@ fn allocate(
     Ok(())
 }
 
-/// A shard, open for reading or writing: with direct I/O where that is wanted and works, else through the page cache.
+/// A shard, open for reading or writing: with direct I/O if that is requested and works, else through the page cache.
 #[derive(Debug)]
 pub struct DataFile {
     cached: Held,
@@ -377,7 +377,7 @@ impl DataFile {
         let _ = fs::fadvise(&self.cached, start, len, fs::Advice::DontNeed);
     }
 
-    /// Has the kernel read `[start, end)` into the page cache, without waiting for it. Of one request it reads no more
+    /// Has the kernel read `[start, end)` into the page cache, without waiting for it. For one request it reads no more
     /// than its read-ahead window, which is this large nearly everywhere.
     pub fn read_ahead(&self, start: u64, end: u64) {
         const WINDOW: u64 = 128 << 10;
@@ -428,7 +428,7 @@ impl DataFile {
     pub fn sync(&self) -> io::Result<()> {
         retry_on_intr(|| fs::fdatasync(&self.cached))?;
         if !is_in_user_space(self.cached.as_fd()) {
-            return Ok(()); // one sync is that of the file
+            return Ok(()); // one sync covers the file
         }
         if let Some(direct) = &self.direct {
             retry_on_intr(|| fs::fdatasync(direct))?;
@@ -457,7 +457,7 @@ fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: the descriptor was owned here, and is given up.
     let closed = unsafe { libc::close(twin.into_raw_fd()) };
     match io::Error::last_os_error() {
-        // Linux closes it also when it is interrupted.
+        // Linux closes it even if the call is interrupted.
         error if closed != 0 && error.kind() != io::ErrorKind::Interrupted => Err(error),
         _ => Ok(()),
     }
@@ -483,7 +483,7 @@ fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFl
         all => {
             let count = i32::try_from(all.len().min(MOST_VECTORS)).map_err(|_| Errno::INVAL)?;
             let vectors = all.as_ptr().cast();
-            // A sandbox may know only the older call.
+            // A sandbox may allow only the older call.
             if flags == 0 {
                 // SAFETY: as above, and `Bytes` are laid out as the `iovec` that the kernel takes: an address and a
                 // length.

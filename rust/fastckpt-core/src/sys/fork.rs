@@ -6,8 +6,8 @@
 //!
 //! A table notes each such descriptor, and the child replaces each of them with an empty one. It does not close them.
 //! Their numbers stay taken, so if the child still runs code of the parent (the fork can happen inside a callback),
-//! that code meets an error and never an unrelated file. A descriptor that is opened at the very moment of the fork may
-//! be missed. The price is disk space.
+//! that code gets an error and never reaches an unrelated file. A descriptor that is opened at the very moment of the
+//! fork may be missed. The price is disk space.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};

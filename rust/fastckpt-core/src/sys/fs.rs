@@ -1,4 +1,4 @@
-//! The calls of rustix for file systems, of which those that may be answered late are noted while they last: see
+//! The calls of rustix for file systems. Calls that storage may answer late are noted while they last: see
 //! [`super::calls`].
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use super::calls;
 
 pub use rustix::fs::*;
 
-/// Defines calls on a file, or on a name in a directory, with what errors call them.
+/// Defines calls on a file, or on a name in a directory, each with its name in errors.
 macro_rules! noted {
     ($($verb:literal: $call:ident($($more:ident: $kind:ty),*) -> $out:ty;)*) => {$(
         /// That of rustix.

@@ -102,7 +102,7 @@ impl Buf {
         fetched.or(self.slab.as_deref()).unwrap_or_default()
     }
 
-    /// Takes what a store sent.
+    /// Takes the bytes that a store sent.
     pub fn fetched(&mut self, bytes: Box<dyn Fetched>) {
         self.fetched = Some(bytes);
     }

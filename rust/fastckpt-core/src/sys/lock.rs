@@ -28,8 +28,8 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_WRLCK)
 }
 
-/// The same, but beside others that share the lock. `fd` is a file open for reading, too. If it holds the lock
-/// exclusively already, it goes on to share it.
+/// The same, but shared with other processes. `fd` must also be open for reading. If it holds the lock exclusively, it
+/// now shares it.
 pub fn share(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_RDLCK)
 }

@@ -66,8 +66,8 @@ impl FileMap {
             // SAFETY: the pages are those of the mapping, and neither advice changes their content.
             match unsafe { madvise(at, pages.len(), advice) } {
                 Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
-                // Every kernel knows the first advice, so it is the range that it refuses. A failing disk would then
-                // raise a signal.
+                // Every kernel knows the first advice, so it refuses the range. A failing disk would then raise a
+                // signal.
                 Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
                 // Any other failure only means that pages come at the first access, as before Linux 5.14.
                 _ => {}

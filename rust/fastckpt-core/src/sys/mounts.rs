@@ -1,4 +1,4 @@
-//! The mounts, by the kernel's own list (`proc_pid_mountinfo(5)`): no file system is accessed.
+//! The mounts, from the kernel's list (`proc_pid_mountinfo(5)`): no file system is accessed.
 
 use std::ffi::OsString;
 use std::fs::read_link;
@@ -8,11 +8,11 @@ use std::path::{Component, Path, PathBuf};
 /// A line of `/proc/self/mountinfo`.
 #[derive(Debug)]
 pub struct Mount {
-    /// Major and minor number, as in `98:0`.
+    /// Major and minor number, such as `98:0`.
     pub device: String,
     /// The mount point.
     pub point: PathBuf,
-    /// The type of the file system, as in `nfs4`.
+    /// The type of the file system, such as `nfs4`.
     pub kind: String,
     /// The file system's own options.
     pub options: String,
@@ -66,7 +66,7 @@ const LINKS: usize = 40;
 /// on other ones: a mount that does not answer would block the caller.
 ///
 /// # Errors
-/// Says why it does not.
+/// The reason why it is not.
 pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
     let path = std::path::absolute(path).map_err(|error| error.to_string())?;
     let mut parts: Vec<OsString> = names(&path);
@@ -78,7 +78,7 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
             continue;
         }
         found.push(part);
-        // Of several on one point the last one covers the others.
+        // Of several mounts on one point, the last one covers the others.
         let above = mounts.iter().filter(|mount| found.starts_with(&mount.point));
         let mount = above.max_by_key(|mount| mount.point.components().count());
         let kind = mount.map_or("not in /proc/self/mountinfo", |mount| mount.kind.as_str());

@@ -1,4 +1,4 @@
-//! Finds out which memory of this process is in huge pages. The kernel hands a device far longer stretches of such
+//! Finds out which memory of this process is in huge pages. The kernel gives a device far longer stretches of such
 //! memory.
 
 use std::fs::{File, read_to_string};
@@ -45,14 +45,14 @@ struct Stretch {
 /// Pages of this size are large enough: a request to a device has room for 254 of them, which is a block.
 const LARGE: usize = 16 << 10;
 
-/// What is known of the memory of the process that asked.
+/// The knowledge about the memory of the asking process.
 #[derive(Debug)]
 pub enum PageMap {
-    /// Nothing is to be known: all pages are large.
+    /// Nothing need be known: all pages are large.
     Large,
     /// The kernel is asked.
     Scanned(File),
-    /// The memory that was in large pages, or for which somebody had asked for them, when the kernel listed it.
+    /// The memory that, when the kernel listed it, was in large pages or was advised to be.
     Listed(Vec<Range<usize>>),
 }
 
@@ -94,8 +94,8 @@ fn listed() -> Vec<Range<usize>> {
     read_to_string("/proc/self/smaps").map_or_else(|_| Vec::new(), |smaps| large(&smaps, granted))
 }
 
-/// The same out of a text in the format of `/proc/self/smaps`. `granted` is whether the kernel gives huge pages to those
-/// who ask for them.
+/// The same from a text in the format of `/proc/self/smaps`. `granted` is whether the kernel gives huge pages on
+/// request.
 fn large(smaps: &str, granted: bool) -> Vec<Range<usize>> {
     let (mut all, mut range, mut present) = (Vec::new(), 0..0, 0);
     for (word, rest) in smaps.lines().filter_map(|line| line.split_once(' ')) {

@@ -1,4 +1,4 @@
-//! The memory of other processes of this host, read where it lies.
+//! The memory of other processes of this host, read in place.
 
 use std::io;
 use std::sync::OnceLock;
@@ -7,8 +7,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::memory::MOST_VECTORS;
 
-/// Reads memory of a process: for each part the address there, and where its bytes go. Fails where this process may not
-/// read that one's memory, or a byte is not there.
+/// Reads memory of a process: for each part the address there, and where its bytes go. Fails if this process may not
+/// read that memory, or a byte is not there.
 pub fn read(process: u32, parts: &mut [(u64, &mut [u8])]) -> io::Result<()> {
     for parts in parts.chunks_mut(MOST_VECTORS) {
         let (mut there, mut here): (Vec<libc::iovec>, _) = (Vec::new(), Vec::with_capacity(parts.len()));
@@ -42,8 +42,8 @@ pub fn read(process: u32, parts: &mut [(u64, &mut [u8])]) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes of this process by which another one knows it: the number of a process in a container may be that of another
-/// one outside.
+/// Bytes of this process by which another process recognises it: in a container, its number may be that of another
+/// process outside.
 #[must_use]
 pub fn token() -> Option<&'static [u8; 16]> {
     static TOKEN: OnceLock<Option<[u8; 16]>> = OnceLock::new();

@@ -13,8 +13,8 @@ use super::gather::Buf;
 use super::memory::MOST_VECTORS;
 use super::thread::Backoff;
 
-/// Entries of a ring. There are few, because the kernel counts them against the user's `RLIMIT_MEMLOCK`, all ranks
-/// together.
+/// Entries of a ring. There are few, because the kernel counts those of all ranks together against the user's
+/// `RLIMIT_MEMLOCK`, together.
 pub const ENTRIES: u32 = 32;
 
 /// An operation for a ring. The ring owns the operation, its open file and its memory until it completes. The memory is
@@ -168,12 +168,12 @@ fn noted(payload: &impl Payload) -> io::Result<Noted> {
     Ok(calls::on(if payload.is_write() { "write" } else { "read" }, payload.fd()?))
 }
 
-/// One stretch of memory, in the form that the kernel takes.
+/// One stretch of memory, in the kernel's form.
 fn vector(base: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: base.cast(), iov_len: len }
 }
 
-/// The length of a stretch, in the form that a single operation takes.
+/// The length of a stretch, in the form for a single operation.
 fn length(vector: &libc::iovec) -> io::Result<u32> {
     u32::try_from(vector.iov_len).map_err(|_| io::ErrorKind::InvalidInput.into())
 }

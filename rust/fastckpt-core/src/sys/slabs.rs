@@ -10,7 +10,7 @@ use super::mapping::Mapping;
 /// A staging buffer.
 #[derive(Debug)]
 pub enum Slab {
-    /// A mapping of its own.
+    /// A separate mapping.
     Whole(Mapping),
     /// A part of a larger one.
     Part(Dealt),
@@ -39,7 +39,7 @@ impl DerefMut for Slab {
 static POOL: Mutex<Vec<Slab>> = Mutex::new(Vec::new());
 
 /// Runs `action` on the pool, or not at all if the lock stays taken: a child forked while another thread held the lock
-/// would wait forever. A caller that gets nothing just maps fresh memory.
+/// would wait forever. A caller that gets nothing maps fresh memory.
 fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
     let mut pool = (0..1000).find_map(|_| match POOL.try_lock() {
         Ok(pool) => Some(pool),

@@ -252,8 +252,8 @@ pub struct Strided {
     rows: Arc<Rows>,
     /// Counted in the tensor.
     range: Range<u64>,
-    /// Set if the rows are in an array with strides of its own: the position of the box's first element among the
-    /// array's bytes in their own order, and the memory of those.
+    /// Set if the rows are in an array with its own strides: the position of the box's first element among the array's
+    /// bytes in their own order, and the memory of those.
     array: Option<(u64, Arc<Rows>)>,
 }
 
@@ -283,7 +283,7 @@ impl Strided {
         Self { base, rows, range, array }
     }
 
-    /// The one stretch of memory that holds all bytes in its range of the tensor, and nothing else, if there is one.
+    /// The single stretch of memory with exactly the bytes in its range of the tensor, if there is one.
     pub fn alone(self) -> Result<Region, Self> {
         let line = self.rows.lines(self.range.clone()).next();
         let whole = |line: &Line| self.array.is_none() && line.len == self.range.end - self.range.start;

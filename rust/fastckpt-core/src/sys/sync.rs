@@ -1,4 +1,4 @@
-//! What threads wait for and share, where `rust/models` checks it: there, this module is a checker's.
+//! Primitives for waiting and sharing between threads. `rust/models` replaces this module by a model checker's.
 
 pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};

@@ -9,7 +9,7 @@ use super::operation::{Call, Operation};
 use crate::environment::Environment;
 
 /// An operation that belongs to its caller until the core takes it over. After that, and after a failure, the caller's
-/// calls have no effect. One that no save takes over has failed when this is dropped.
+/// calls have no effect. If no save takes it over, it has failed when this is dropped.
 #[derive(Debug)]
 pub struct Begun(Mutex<Option<Operation>>);
 
@@ -22,7 +22,7 @@ impl Begun {
         Self::of(operation)
     }
 
-    /// Begins a copy to the checkpoint at `path`, of a kind that is a copy.
+    /// Begins a copy to the checkpoint at `path`. `kind` must be a copy.
     #[must_use]
     pub fn copy(kind: Kind, path: &Path, step: Option<i64>, environment: &Environment) -> Self {
         Self::of(Operation::begin(kind, path, Call { step, at: None }, environment))
@@ -54,7 +54,7 @@ impl Begun {
         }
     }
 
-    /// The copy is complete; `whole`: so is the checkpoint at its target, to which others may copy, too.
+    /// The copy is complete. `whole`: so is the checkpoint at its target, to which other processes may copy, too.
     pub fn end_copy(&self, whole: bool) {
         if let Some(operation) = self.take() {
             operation.end_copy(whole);

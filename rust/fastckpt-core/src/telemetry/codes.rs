@@ -32,7 +32,7 @@ pub enum Phase {
     Commit = 5,
     /// Reads.
     Read = 8,
-    /// Copies what [`Kind::Copy`] does.
+    /// Copies for [`Kind::Copy`].
     Copy = 9,
     /// The same for [`Kind::Drain`].
     Drain = 10,
@@ -50,7 +50,7 @@ impl Phase {
         }
     }
 
-    /// Phases follow each other in ascending order. The copy comes before the plan for the copied bytes.
+    /// Phases follow each other in ascending order. The copy precedes the plan for the copied bytes.
     pub(super) const fn order(self) -> u32 {
         match self {
             Self::Stage => 1,

@@ -1,5 +1,5 @@
-//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width. Space
-//! that has no name there is named `reserved` here.
+//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of the field's width.
+//! Space that has no name there is named `reserved` here.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};

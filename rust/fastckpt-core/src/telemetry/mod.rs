@@ -1,5 +1,5 @@
-//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail an operation, or have it wait for more than
-//! a local file system. Without room for its counters in the segment, an operation or a worker counts in private memory.
+//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail an operation, or delay it by more than a
+//! local file system. Without room for its counters in the segment, an operation or a worker counts in private memory.
 
 mod begun;
 pub mod clock;

@@ -37,7 +37,7 @@ pub struct Operation {
     durable: AtomicU64,
     /// Shards that are finished.
     files_done: AtomicU32,
-    /// Whether the slot is another one's from now on: the threads of a save that was given up come here later.
+    /// Whether the slot now belongs to another operation: threads of an abandoned save come here later.
     over: AtomicBool,
     closing: Mutex<Closing>,
 }
@@ -61,7 +61,7 @@ struct Closing {
 pub struct Call {
     /// The training step.
     pub step: Option<i64>,
-    /// When the program called. By default, when the operation begins.
+    /// When the program made the call. By default, when the operation begins.
     pub at: Option<Instant>,
 }
 
@@ -130,7 +130,7 @@ impl Operation {
         operation.closing().path.clone_from(&absolute);
         let device = path.parent().and_then(|parent| {
             let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-            // What is known of it will do: nobody waits for storage that does not answer.
+            // Cached attributes suffice: this must not wait for storage that does not answer.
             let known = AtFlags::STATX_DONT_SYNC;
             fs::statx(fs::CWD, parent, known, StatxFlags::empty()).ok()
         });
@@ -212,7 +212,7 @@ impl Operation {
         });
     }
 
-    /// Files with `bytes` of tensors are taken over from an earlier checkpoint, not written.
+    /// Files with `bytes` of tensors are linked from an earlier checkpoint, not written.
     pub(crate) fn linked(&self, bytes: u64) {
         self.write(|slot| slot.bytes_linked.store(bytes, Relaxed));
     }
@@ -299,7 +299,7 @@ impl Operation {
         }
     }
 
-    /// Whether it is this process's own. A forked child must not touch its parent's counters: it has no such memory.
+    /// Whether this process began it. A forked child must not touch its parent's counters: it has no such memory.
     pub(super) fn is_own(&self) -> bool {
         self.pid == std::process::id()
     }

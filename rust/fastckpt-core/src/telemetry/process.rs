@@ -24,8 +24,8 @@ use crate::sys::shm::{self, Shared};
 /// The number of names to try: processes of several PID namespaces may share a directory.
 const NAMES: u32 = 16;
 
-/// The process's record, for a caller that has obtained something from it before. This process held the lock then, so a
-/// fork cannot have left it locked.
+/// The process's record, for a caller that has used it before. This process held the lock then, so a fork cannot have
+/// left it locked.
 fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -39,21 +39,21 @@ pub fn set_target(save: u64, load: u64) {
     });
 }
 
-/// Tells the monitor that this process is `rank` of a group of `size` processes. `id` is the same in all of them and in
-/// no other group, and not 0.
+/// Reports to the monitor that this process is `rank` of a group of `size` processes. `id` is the same in all of them
+/// and in no other group, and not 0.
 pub fn set_group(id: u64, rank: u32, size: u32) {
     group::set(id, rank, size);
     with_segment(|segment| group::fill(&segment.process));
 }
 
-/// Tells the monitor that this process waits for a rank of its group, or that it waits no more.
+/// Reports to the monitor that this process waits for a rank of its group, or waits no more.
 pub fn wait_for(rank: Option<u32>) {
     group::wait_for(rank);
     with_segment(|segment| group::fill(&segment.process));
 }
 
-/// Tells the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a step;
-/// none if unknown.
+/// Reports to the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a
+/// step; none if unknown.
 #[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
 pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     let [model, optimizer] = [model, optimizer].map(|share| {
@@ -93,7 +93,7 @@ struct Process {
     /// The path and identity of its file, if other processes can see it.
     file: Option<(PathBuf, (u64, u64))>,
     generation: u32,
-    /// The number of operations that ever began.
+    /// The number of operations since the start.
     operations: u64,
     running: u32,
     /// Thread slots in use, one bit each.
@@ -101,10 +101,10 @@ struct Process {
 }
 
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
-/// Why a directory was not tried; nothing where one holds the segment.
+/// Why a directory was not tried; nothing once a directory holds the segment.
 static REFUSED: Mutex<Option<String>> = Mutex::new(None);
 
-/// Why the counters of this process are not where they were to be, if that is for the file system there.
+/// Why the counters of this process are not in their intended directory, if its file system is the reason.
 #[must_use]
 pub fn refused() -> Option<String> {
     REFUSED.try_lock().ok()?.clone()
@@ -189,8 +189,8 @@ fn free_since(slot: &OperationSlot) -> Option<u64> {
     (slot.op_id.load(Acquire) == 0 || end != 0).then_some(end)
 }
 
-/// This process's record, with a segment of its own. Replaces the segment if its file was removed, unless an operation
-/// is running.
+/// This process's record, with its own segment. Replaces the segment if its file was removed, unless an operation is
+/// running.
 fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
     match process.take() {
@@ -326,7 +326,7 @@ pub fn places(environment: &Environment) -> Vec<(PathBuf, Result<PathBuf, String
     directories.into_iter().map(judged).collect()
 }
 
-/// Publishes a segment in the first directory that takes it.
+/// Publishes a segment in the first directory that works.
 fn publish(
     environment: &Environment,
     generation: u32,
@@ -379,7 +379,7 @@ fn number(environment: &Environment, name: &str) -> Option<i32> {
     environment.text(name).and_then(|text| text.parse().ok())
 }
 
-/// The ranks of the job on this machine: the launcher's word, or all if they meet on this machine only; -1 unknown.
+/// The ranks of the job on this machine: the launcher's number, or all if they meet only here; -1 if unknown.
 pub(super) fn local_world(environment: &Environment) -> i32 {
     let nodes = number(environment, "SLURM_STEP_NUM_NODES").unwrap_or(1);
     let address = environment.text("MASTER_ADDR").unwrap_or("localhost");
@@ -432,7 +432,7 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
 
 /// The common feature of the processes of one job on this machine: the job step of Slurm; else the process that started
 /// them (torchrun's agent, mpirun, the shell); else, for ranks that no process here has started (each is the first
-/// process of a Kubernetes container), the store where they meet. Any other process is a job of its own.
+/// process of a Kubernetes container), the store where they meet. Any other process is a separate job.
 pub(super) fn launch(environment: &Environment, parent: i32, own_ticks: u64) -> u64 {
     let mut hasher = DefaultHasher::new();
     let both = |first, second| environment.text(first).zip(environment.text(second));

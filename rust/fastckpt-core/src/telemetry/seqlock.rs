@@ -3,7 +3,7 @@
 use crate::sys::sync::Ordering::{Relaxed, Release};
 use crate::sys::sync::{AtomicU64, fence};
 
-/// From now on the fields are nobody's, until the next [`write`]. Returns their odd number.
+/// From now on the fields are invalid, until the next [`write`]. Returns their odd number.
 pub(super) fn open(number: &AtomicU64) -> u64 {
     let odd = number.load(Relaxed) | 1;
     number.store(odd, Relaxed);
@@ -11,14 +11,14 @@ pub(super) fn open(number: &AtomicU64) -> u64 {
     odd
 }
 
-/// Changes the fields, which may be open. Copies with the same even number are of one write.
+/// Changes the fields, which may be open. Copies with the same even number come from one write.
 pub(super) fn write(number: &AtomicU64, change: impl FnOnce()) {
     let odd = open(number);
     change();
     number.store(odd.wrapping_add(1), Release); // the even number is stored after them
 }
 
-/// Changes the fields, which belong to `mark` from then on. Copies with the same mark, not 0, are of one write.
+/// Changes the fields, which belong to `mark` from then on. Copies with the same mark, not 0, come from one write.
 pub(super) fn hand_over(mark: &AtomicU64, to: u64, change: impl FnOnce()) {
     mark.store(0, Release);
     fence(Release);

@@ -43,10 +43,10 @@ const UNITS: [(&str, f64); 9] = [
     ("b/s", 1.0),
 ];
 
-/// Less than this without a unit is meant in another unit.
+/// A number below this without a unit is meant in another unit.
 const LEAST_BARE: f64 = 1e4;
 
-/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. Less is no byte, more is no storage.
+/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. `None` if it is out of range.
 fn rate(text: &str) -> Option<u64> {
     let text = text.trim();
     let unit = UNITS.iter().find_map(|(unit, scale)| Some((text.strip_suffix(unit)?.trim_end(), *scale)));

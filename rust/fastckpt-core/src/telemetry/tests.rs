@@ -181,7 +181,7 @@ fn waits_are_told_apart_and_small_ones_add_up() {
     let kinds = [State::Limit, State::Fsync, State::Peers];
     for (number, state) in kinds.into_iter().enumerate() {
         let before = values();
-        // Inside alone: a busy machine may hold this thread up in between.
+        // Counts only the time inside: a busy machine may delay this thread in between.
         let mut waited = 0;
         while waited < 2_000_000 {
             // Each is shorter than the millisecond that is counted.
@@ -311,7 +311,7 @@ fn a_job_is_its_launcher() {
     assert_ne!(launch(&none, 8, 1), launch(&step("0"), 8, 1));
     assert_eq!(launch(&none, 8, 1), launch(&none, 8, 2), "two children of a launcher");
     assert_ne!(launch(&none, 8, 1), launch(&none, 9, 1));
-    assert_ne!(launch(&none, 1, 1), launch(&none, 1, 2), "nobody has started them");
+    assert_ne!(launch(&none, 1, 1), launch(&none, 1, 2), "no launcher started them");
     let pod = |address: &'static str, rank: &'static str| {
         Environment::of(move |name| match name {
             "RANK" => Some(rank.into()),

@@ -1,5 +1,5 @@
-//! The targets of the fuzzer in the gate: inputs that are kept, and mutations of them, the same each time.
-//! `scripts/fuzz` goes on with libFuzzer.
+//! The targets of the fuzzer in the gate: kept inputs and mutations of them, the same each time. `scripts/fuzz` goes on
+//! with libFuzzer.
 
 mod targets;
 
@@ -9,7 +9,7 @@ use targets::{Draw, TARGETS};
 
 const MUTATIONS: usize = 10_000;
 
-/// Texts that break what a number or a bracket would not.
+/// Texts that find errors which a number or a bracket would not.
 const WORDS: [&[u8]; 12] = [
     b"[",
     b"]",

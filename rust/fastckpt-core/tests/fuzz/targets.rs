@@ -1,6 +1,6 @@
-//! What is fuzzed. A target makes inputs of the core out of any bytes, and holds what comes of them against something
-//! that was found another way: a panic is a finding. Two programs run the targets: the test beside this file, on kept
-//! inputs and a few mutations, and libFuzzer (`rust/fuzz`, `scripts/fuzz`).
+//! The targets of fuzzing. A target makes inputs of the core from any bytes, and compares the results with results of
+//! another method. A panic is a finding. Two programs run the targets: the test beside this file, on kept inputs and a
+//! few mutations, and libFuzzer (`rust/fuzz`, `scripts/fuzz`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -27,7 +27,7 @@ use serde_json::value::RawValue;
 /// Counts the memory of this program.
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
-/// Bytes that reading may take beyond twice its input.
+/// Bytes that a read may use beyond twice its input.
 const ROOM: usize = 64 << 20;
 
 /// See the module.
@@ -40,7 +40,7 @@ pub(crate) struct Target {
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All of them.
+/// All targets.
 pub(crate) const TARGETS: [Target; 5] = [
     Target { name: "header", run: header, seeds: drawn },
     Target { name: "manifest", run: manifest, seeds: manifests },
@@ -50,7 +50,7 @@ pub(crate) const TARGETS: [Target; 5] = [
 ];
 
 impl Target {
-    /// The inputs that it begins with, and those that once broke a promise: `found.txt` has them, smallest first.
+    /// The first inputs, and those that once broke a promise (in `found.txt`, smallest first).
     pub(crate) fn seeds(&self) -> Vec<Vec<u8>> {
         let lines = include_str!("found.txt").lines().filter_map(|line| line.split_once(' '));
         let mine = lines.filter(|(target, _)| *target == self.name);
@@ -64,7 +64,7 @@ fn from_hex(hex: &str) -> Vec<u8> {
     pairs.map(|pair| pair.iter().fold(0, |all, &byte| all << 4 | digit(byte))).collect()
 }
 
-/// Numbers that look drawn, and are the same each time.
+/// Numbers that look random, and are the same each time.
 pub(crate) struct Draw(pub(crate) u64);
 
 impl Draw {
@@ -85,7 +85,7 @@ impl Draw {
 fn drawn() -> Vec<Vec<u8>> {
     let bytes = |seed| {
         let mut draw = Draw(seed);
-        // Small numbers are those that mean something.
+        // Small numbers are the meaningful ones.
         (0..256).map(|_| (draw.next() % [8, 8, 8, 256][draw.below(4)]) as u8).collect()
     };
     (0..24).map(bytes).collect()
@@ -93,7 +93,7 @@ fn drawn() -> Vec<Vec<u8>> {
 
 // --- the manifest -----------------------------------------------------------------------------------------------------
 
-/// Behind a first line that fits, so that nothing is refused for its checksum.
+/// The text behind a matching first line, so that no checksum is wrong.
 fn sealed(rest: &[u8]) -> Vec<u8> {
     let crc = checksum::to_hex(checksum::of(rest));
     let mut all = format!("{{\"fastckpt\":{},\"crc64nvme\":\"{crc}\",\n", manifest::VERSION).into_bytes();
@@ -101,7 +101,7 @@ fn sealed(rest: &[u8]) -> Vec<u8> {
     all
 }
 
-/// What `action` returns, and the most bytes that it had beyond those before.
+/// The result of `action`, and the most bytes that it allocated.
 pub(crate) fn measured<T>(action: impl FnOnce() -> T) -> (T, usize) {
     MEMORY.reset_peak_usage();
     let before = MEMORY.current_usage();
@@ -109,7 +109,7 @@ pub(crate) fn measured<T>(action: impl FnOnce() -> T) -> (T, usize) {
     (done, MEMORY.peak_usage().saturating_sub(before))
 }
 
-/// Reads a manifest. What is accepted is what the format says, and is the same when it is written and read again.
+/// Reads a manifest. An accepted one obeys the format, and is the same when it is written and read again.
 fn manifest(data: &[u8]) {
     let (path, bytes) = (Path::new(FILE), sealed(data));
     let given = bytes.clone();
@@ -131,7 +131,7 @@ fn manifest(data: &[u8]) {
     assert!(manifest::encode(&read).expect("it fits") == again, "it changes when it is read");
 }
 
-/// The rules of `docs/format.md`, section 3, byte by byte and not as the core checks them.
+/// The rules of `docs/format.md`, section 3, byte by byte, independent of the core's checks.
 fn sound(body: &Body) {
     assert!(body.block_size > 0 && body.block_size.is_multiple_of(PAGE));
     let names: BTreeSet<_> = body.tensors.iter().map(TensorEntry::name).collect();
@@ -247,10 +247,10 @@ fn manifests() -> Vec<Vec<u8>> {
 
 // --- tokens -----------------------------------------------------------------------------------------------------------
 
-/// The check of tokens, which reads text, against what the parsed text says.
+/// The check of tokens, which reads text, against the parsed text.
 fn tokens(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
-    // No caller gives it what is no JSON, but it must come to an end.
+    // No caller passes a text that is not JSON, but the check must end.
     let _ = tokens::check("text", text);
     let Ok(raw) = serde_json::from_str::<Box<RawValue>>(text) else { return };
     let Ok(value) = serde_json::from_str::<Value>(text) else { return };
@@ -296,7 +296,7 @@ struct State {
 
 impl State {
     fn lay_out(&self, specs: &[TensorSpec]) -> fastckpt_core::Result<Plan> {
-        // The flags go with the tensors.
+        // The flags follow their tensors.
         let flag = |spec: &TensorSpec| {
             self.unchanged[self.specs.iter().position(|one| one == spec).expect("it is there")]
         };
@@ -363,7 +363,7 @@ fn header(data: &[u8]) {
     let total = state.specs.iter().try_fold(0u128, |all, spec| all.checked_add(bytes(spec)?));
     let fits = total.is_some_and(|total| total <= i64::MAX as u128);
     let reserved = groups::RESERVED_NAME;
-    // Of a shape that no array has, since its product is too large before a zero comes, the reference says so itself.
+    // The reference itself refuses a shape whose product is too large before a zero comes.
     let in_order = |spec: &TensorSpec| spec.shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
     let writable = state.specs.iter().all(|spec| in_order(spec).is_some());
     let possible = names.len() == state.specs.len() && fits && writable && !names.contains(reserved);
@@ -399,7 +399,7 @@ fn header(data: &[u8]) {
         assert!(written.len() as u64 <= manifest::at_most(&state.specs, &plan, texts));
         sound(&decode(written.into(), Path::new(FILE)).expect("what was laid out"));
     }
-    // The order of the state has no say.
+    // The order of the state does not matter.
     let reversed: Vec<_> = state.specs.iter().rev().cloned().collect();
     let files =
         |plan: Plan| plan.shards.into_iter().map(|shard| (shard.file, shard.header)).collect::<Vec<_>>();
@@ -476,7 +476,7 @@ fn share(from: &mut Unstructured<'_>) -> Result<fastckpt_core::Result<Share>> {
     }))
 }
 
-/// Plans the work of ranks. Each knows its own part alone, and the parts fit.
+/// Plans the work of ranks. Each computes only its own part, and the parts fit.
 fn plan(data: &[u8]) {
     let Ok(Ok(share)) = share(&mut Unstructured::new(data)) else { return };
     for purpose in [Purpose::Save, Purpose::Load] {
@@ -501,7 +501,7 @@ fn plan(data: &[u8]) {
     );
 }
 
-/// What is sent is what is received, and each byte of a save has one writer.
+/// Sent and received messages match, and each byte of a save has one writer.
 fn they_fit(share: &Share, all: &[Duties], purpose: Purpose) {
     type Side = BTreeMap<(u32, u32), Vec<(u64, Vec<(usize, u64)>)>>;
     let (mut sent, mut received) = (Side::new(), Side::new());
@@ -562,7 +562,7 @@ fn gets_all(share: &Share, rank: u32, duties: &Duties) {
 
 // --- messages between ranks -------------------------------------------------------------------------------------------
 
-/// What ranks tell each other: read, put together, and told again.
+/// The messages of ranks: read, combined, and encoded again.
 fn messages(data: &[u8]) {
     let Some((kind, rest)) = data.split_first() else { return };
     if kind % 2 == 0 {
@@ -578,7 +578,7 @@ fn messages(data: &[u8]) {
     }
 }
 
-/// Pieces, most of them near the extents of a small job. They mean the same in any order, and put together already.
+/// Pieces, most of them near the extents of a small job. Their order and earlier merges do not matter.
 fn drawn_pieces(from: &mut Unstructured<'_>, mut all: Vec<Piece>) -> Result<()> {
     let tensor = |stored, shard, offset| {
         let name = format!("t{shard}{offset}");
@@ -621,12 +621,12 @@ fn drawn_pieces(from: &mut Unstructured<'_>, mut all: Vec<Piece>) -> Result<()> 
     Ok(())
 }
 
-/// Sums of ranks for a base: in any order, and told by others.
+/// Sums of ranks for a base, in any order, and forwarded by others.
 fn sums(data: &[u8]) {
     let (outcome, most) = measured(|| Sums::decode(data));
     assert!(most <= 2 * data.len() + ROOM, "{most} bytes for {} of sums", data.len());
     let Ok(found) = outcome else { return };
-    // Put together, a tensor that has changed has no other facts.
+    // After a merge, a changed tensor has no other facts.
     let both = |mut one: Sums, other: Sums| {
         one.add(other);
         one

@@ -30,12 +30,12 @@ struct Slot {
     blocks_left: AtomicUsize,
 }
 
-/// What a shard is read from or written to.
+/// The file or object of a shard.
 #[derive(Debug)]
 pub enum ShardFile {
     /// A file.
     Local(DataFile),
-    /// An object of a store, which is only read.
+    /// An object of a store. It is only read.
     Stored(Object),
 }
 
@@ -109,8 +109,8 @@ impl OpenFiles {
     }
 
     /// The file of `shard`, which `open` opens for its first block. `None` if it must wait until another file is
-    /// closed. Sooner or later one is: a file is open for blocks that workers are moving, and they need no other file
-    /// to finish.
+    /// closed. This always ends: a file is open for blocks that workers are moving, and they need no other file to
+    /// finish.
     pub fn acquire(
         &self,
         shard: usize,
@@ -189,7 +189,7 @@ mod tests {
             assert!(files.acquire(1, &open).unwrap().is_none());
             assert!(files.acquire(0, &open).unwrap().is_some(), "it is open");
             drop(files.release(0));
-            assert!(files.acquire(1, &open).unwrap().is_none(), "somebody holds it still");
+            assert!(files.acquire(1, &open).unwrap().is_none(), "another still holds it");
             drop(first);
             let error = files.acquire(1, &open).unwrap_err();
             assert_eq!(error.errno(), Some(number));

@@ -7,19 +7,19 @@ use std::sync::Arc;
 
 use crate::sys::gather::Fetched;
 
-/// Bytes of one request: enough that its latency is small beside its transfer, and little to send again.
+/// Bytes of one request: so many that its latency is small beside its transfer, and few enough to send again.
 pub const RANGE: u64 = 8 << 20;
 /// Wanted ranges closer than this many bytes come with one request.
 pub const GAP: u64 = 1 << 20;
-/// Requests at a time, unless the caller says. They wait for the network rather than for a processor.
+/// Requests at a time by default. They wait for the network rather than for a processor.
 pub const REQUESTS: usize = 16;
-/// Bytes on their way at a time, in one load.
+/// Bytes in flight at a time, in one load.
 pub const IN_FLIGHT: usize = 256 << 20;
 
 /// The files of one checkpoint in a store. Worker threads call it.
 ///
-/// Errors of the kind `NotFound` say that an object is missing, and of `InvalidData` that there is no checkpoint. All
-/// others are of the way to the store, and say nothing of the checkpoint.
+/// The error `NotFound` means that an object is missing, and `InvalidData` that there is no checkpoint. All others
+/// concern the connection to the store, and not the checkpoint.
 pub trait Store: Debug + Send + Sync {
     /// The manifest, or the first `most` bytes of it.
     fn manifest(&self, most: Option<usize>) -> io::Result<Vec<u8>>;
@@ -27,7 +27,7 @@ pub trait Store: Debug + Send + Sync {
     fn size(&self, file: &str) -> io::Result<Option<u64>>;
     /// The `len` bytes of a file from `start` on; fewer if it ends before.
     fn read(&self, file: &str, start: u64, len: usize) -> io::Result<Box<dyn Fetched>>;
-    /// What messages call a file.
+    /// The name of a file in messages.
     fn path_of(&self, file: &str) -> PathBuf;
 }
 

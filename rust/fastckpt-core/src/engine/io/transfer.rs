@@ -21,7 +21,7 @@ use crate::sys::thread::Backoff;
 pub struct Transfer {
     /// Number of the block in its job.
     pub block: usize,
-    /// Whether the block goes to the file; otherwise it comes from it.
+    /// Whether the block is written to the file; otherwise it is read.
     pub write: bool,
     /// The file.
     pub file: Arc<OpenFile>,
@@ -35,7 +35,7 @@ pub struct Transfer {
     pub need: usize,
     /// How many of them have moved.
     pub done: usize,
-    /// What is left of the tail.
+    /// The rest of the tail.
     pub tail: Range<usize>,
     /// The I/O path.
     pub path: IoPath,

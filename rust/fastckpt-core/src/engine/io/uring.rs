@@ -35,10 +35,10 @@ impl Backend for Uring {
     }
 }
 
-/// The refusal that no later attempt will change, and the process that met it. A child may live under other rules.
+/// The refusal that no later attempt will change, and the process that met it. A child may be under other rules.
 static REFUSED: Mutex<Option<(u32, i32)>> = Mutex::new(None);
 
-/// Sets up a ring for the calling thread, or says why there is none and what helps.
+/// Sets up a ring for the calling thread, or returns why there is none and what helps.
 pub fn open() -> Result<Uring, Fallback> {
     let pid = std::process::id();
     // Not waiting for the lock costs at most one more attempt. Waiting could last forever in a forked child.

@@ -7,8 +7,8 @@ use crate::format::groups;
 use crate::ranks::save::tests::{Job, LAYOUTS, RANKS, SHARD, options};
 use crate::save::{Contents, Request, save};
 
-/// Saves some bytes of the state of a job in one process, tensors in the order of `names`: elsewhere in the files than in
-/// the layout of the job.
+/// Saves some bytes of a job's state in one process, tensors in the order of `names`: at other places in the files than
+/// in the layout of the job.
 fn base_of(job: &Job, names: &[&str], bytes: &[Vec<u8>]) -> std::path::PathBuf {
     let path = job.path().with_extension("base");
     let chosen = |name: &&str| job.tensors.iter().position(|tensor| tensor.name == *name).unwrap();
@@ -44,7 +44,7 @@ fn bases(job: &Job) -> Vec<RankBase> {
     (0..RANKS).map(base).collect()
 }
 
-/// What all ranks find of a base, merged as in a tree, by way of bytes.
+/// The findings of all ranks about a base, encoded and merged as in a tree.
 fn found(ranks: &[RankBase], path: &Path) -> Sums {
     let manifest = ranks[0].open(path).unwrap().unwrap();
     ranks[1..].iter().for_each(|rank| rank.know(path, &manifest).unwrap());
@@ -52,14 +52,14 @@ fn found(ranks: &[RankBase], path: &Path) -> Sums {
     for rank in ranks.iter().rev() {
         let own = rank.compare(&mut |_, _| true).unwrap().encode();
         assert_eq!(Sums::decode(&own).unwrap().encode(), own);
-        // A rank that gives nothing sums nothing.
+        // A rank without bytes sums nothing.
         assert!(own.is_empty() || Sums::decode(&own[..own.len() - 1]).is_err());
         all.add(Sums::decode(&own).unwrap());
     }
     all
 }
 
-/// The numbers of the tensors that are as a base has them.
+/// The numbers of the tensors that equal those of a base.
 fn unchanged(job: &Job, path: &Path) -> Vec<usize> {
     let ranks = bases(job);
     let found = found(&ranks, path);
@@ -126,7 +126,7 @@ fn a_tensor_of_which_bytes_are_missing_has_changed() {
     let body = ranks[0].base().unwrap().body();
     let some = ranks[1].compare(&mut |_, _| true).unwrap();
     assert_eq!(some.unchanged(&job.tensors, body), [None; 7]);
-    // What is told twice is xored away, and its bytes do not add up.
+    // A finding that is added twice is xored away, and its bytes do not add up.
     let mut twice = all.clone();
     twice.add(all);
     assert_eq!(twice.unchanged(&job.tensors, body), [None; 7]);
@@ -144,7 +144,7 @@ fn what_the_coordinator_says_fits_the_state() {
         let mut other = told.clone();
         other[4] = 9;
         let error = rank.follow(&other).unwrap_err();
-        assert!(error.to_string().contains("not of this state"), "{error}");
+        assert!(error.to_string().contains("of another state"), "{error}");
         rank.prepared().linked.shards.clear();
         rank.follow(&told).unwrap();
     }
@@ -153,7 +153,7 @@ fn what_the_coordinator_says_fits_the_state() {
     let table = ranks[0].table().unwrap();
     assert!(table.plan.shards.iter().all(|shard| shard.linked.is_some()));
     assert_eq!(table.share.duties(0, Purpose::Save).unwrap().ranges, []);
-    // The workspace goes with the coordinator's part.
+    // The workspace is removed with the coordinator's part.
     let entries = || std::fs::read_dir(job.path().parent().unwrap()).unwrap().count();
     assert_eq!(entries(), 2);
     ranks[0].close();
@@ -172,7 +172,7 @@ fn steps_come_in_order() {
     other.know(&path, &std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
     let taken = other.take(&job.path(), true, &Sums::default(), &mut |_, _| true);
     assert!(matches!(taken, Err(Error::Misused(_))));
-    // What is not a base is a warning.
+    // A path without a base is a warning.
     let rank = bases(&job).remove(0);
     assert_eq!(rank.open(&path.join("none")).unwrap(), None);
     assert!(rank.prepared().linked.warnings[0].contains("every tensor was written"));

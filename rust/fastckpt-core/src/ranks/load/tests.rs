@@ -1,5 +1,5 @@
-//! Jobs of several ranks in one process, in little memory. What a rank loads lies elsewhere for the core; the tests of the
-//! binding have it where a device puts it without a copy.
+//! Jobs of several ranks in one process, in little memory. The destinations of a rank are not host memory for the core;
+//! the tests of the binding have host memory that a device fills without a copy.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,7 +27,7 @@ struct Saved {
     _parent: tempfile::TempDir,
     checkpoint: Arc<Checkpoint>,
     bytes: Vec<Vec<u8>>,
-    /// Ranks of a team, and with the same chunks.
+    /// The number of ranks of a team, which have the same chunks.
     team: u32,
     copies: u32,
 }
@@ -170,7 +170,7 @@ fn all_parts_are_filled_in_any_budget() {
             let loaded = loaded.into_iter().collect::<Result<Vec<_>>>().unwrap();
             let sum = |figure: fn(&Loaded) -> u64| loaded.iter().map(figure).sum::<u64>();
             assert_eq!(sum(|loaded| loaded.storage), total, "each byte is read once");
-            // A relay of a team sends bytes once more, and one that wants them itself does not.
+            // A relay of a team sends bytes once more, unless it wants them itself.
             let relayed = sum(|loaded| loaded.sent) - sum(|loaded| loaded.peers);
             assert_eq!(relayed > 0, team > copies);
             let duties = (0..RANKS).map(|rank| saved.share(layout).duties(rank, Purpose::Load).unwrap());
@@ -216,7 +216,7 @@ fn a_disk_that_fails_one_rank_fails_all_that_want_its_bytes() {
 fn a_rank_that_waits_ends_when_it_is_closed_or_interrupted() {
     let saved = saved();
     let (ranks, _) = saved.ranks(Some(1), BUDGET);
-    // Nobody sends anything.
+    // No rank sends anything.
     thread::scope(|scope| {
         let waits =
             crate::ranks::mail::tests::spawn(scope, || ranks[0].read(true, &options(), &mut |_, _| true));

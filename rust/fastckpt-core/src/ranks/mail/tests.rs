@@ -35,7 +35,7 @@ pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usi
     place.copy_from_slice(&buffer);
 }
 
-/// Brings a message of 8 bytes, as its giver packs it, to where it was admitted.
+/// Copies a message of 8 bytes, as its sender packs it, to its admitted memory.
 fn bring(mail: &Mail, message: usize) {
     let giver = new(vec![(1, 8)], vec![], None, BUDGET);
     put(&giver, 0, 0).unwrap();
@@ -67,7 +67,7 @@ fn receive(mails: &[&Mail], rank: usize, doors: &[Receiver<usize>]) -> Result<()
 }
 
 /// Breaks the connections of a rank whose messages do not move any more, as the end of its process group does. Without
-/// that, whoever sends to it would wait for ever.
+/// that, its senders would wait forever.
 fn moved(mails: &[&Mail], rank: usize, outcome: Result<()>) -> Result<()> {
     outcome.inspect_err(|_| mails.iter().for_each(|mail| mail.stop(&format!("rank {rank} has failed"))))
 }
@@ -164,7 +164,7 @@ fn an_altered_message_is_given_to_nobody() {
         let Err(Error::Altered(text)) = into.take(0, 2..4) else { panic!("it was given") };
         assert!(text.starts_with("message 0: checksum is "), "{text}");
         assert_eq!(into.altered(), Some((0, text)));
-        // Whoever waits for another one hears of it, too.
+        // A thread that waits for another message gets an error, too.
         assert!(matches!(into.take(0, 0..6), Err(Error::Stopped(_))));
     }
 }
@@ -194,7 +194,7 @@ fn it_ends_when_nothing_is_being_filled() {
         let (mail, done) = (Weak::clone(mail), Arc::clone(&done));
         let fill: Fill = Box::new(move |_, _, _| {
             inside.send(()).unwrap();
-            // It goes on for a while after the mail was stopped.
+            // The function runs on for a while after the mail was stopped.
             let mail = mail.upgrade().unwrap();
             while mail.are_here([]).is_ok() {
                 thread::yield_now();
@@ -231,7 +231,7 @@ fn what_a_relay_passes_on_waits_for_its_window_alone() {
     assert!(may_put(3));
     mail.sent(2).unwrap();
 
-    // Nothing that this rank has can complete the next one, so the budget holds.
+    // No bytes of this rank can complete the next message, so the budget holds.
     let mail = Arc::new(new(vec![(1, 8); 3], vec![], None, 8).relaying([(0, 0)].into_iter(), 0));
     put(&mail, 1, 0).unwrap();
     assert!(!mail.may_put(&lock(&mail.state), 2));
@@ -300,7 +300,7 @@ fn stopping_ends_every_wait_with_the_first_reason() {
         }
     });
     assert!(matches!(put(&pieces, 0, 0), Err(Error::Stopped(_))));
-    // What was in flight may still end.
+    // Messages in flight may still end.
     bring(&pieces, 0);
     pieces.sent(0).unwrap();
 }
@@ -316,8 +316,7 @@ fn drawn(seed: u64, number: u64) -> u64 {
 const RANKS: usize = 3;
 const SMALL: u64 = 100;
 
-/// The messages of three ranks in one order for all: who sends, who receives, how many bytes, and their number in the
-/// lists of the two.
+/// The messages of three ranks in one order for all: sender, receiver, bytes, and their number in the lists of the two.
 struct Traffic {
     messages: Vec<(usize, usize, u64, usize, usize)>,
     mails: Vec<Arc<Mail>>,

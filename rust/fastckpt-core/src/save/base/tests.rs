@@ -86,7 +86,7 @@ fn what_does_not_change_is_linked_from_the_third_save_on() {
     assert_eq!(std::fs::metadata(&first).unwrap().nlink(), 3);
     let files = body(&path(3)).saved.files;
     assert_eq!(files.iter().map(|file| file.links).collect::<Vec<_>>(), [2, 0]);
-    // Every directory stands by itself.
+    // Each directory is complete without the others.
     for number in 0..3 {
         crate::commit::remove(&path(number), &[], false).unwrap();
     }
@@ -115,7 +115,7 @@ fn damage_of_a_base_is_not_inherited() {
     saved(&path("base"), None, &[1, 2], &[]);
     let shard = &body(&path("base")).shards[0];
     let file = path("base").join(&shard.file);
-    // Somebody wrote to the file: its time says so.
+    // A program wrote to the file, and its time shows it.
     let bytes = read(&file).unwrap();
     let mut other = bytes.clone();
     other[shard.bytes as usize - 1] ^= 1;
@@ -202,7 +202,7 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
     let error = link().unwrap_err();
     assert!(error.to_string().contains("cannot link"), "{error}");
     assert!(!workspace.path_of(&provisional(0)).exists());
-    // A name that is taken stays what it is.
+    // A name that is taken is not replaced.
     write(workspace.path_of(&provisional(0)), "text").unwrap();
     assert!(link().is_err());
     assert_eq!(read(workspace.path_of(&provisional(0))).unwrap(), b"text");
@@ -212,7 +212,7 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
 
 #[test]
 fn linked_shards_grow_by_doubling() {
-    // A tensor of one byte comes to rest in each save: how many shards there are after all of them.
+    // In each save one more tensor of one byte stops changing: the number of shards after all saves.
     let taken = |bytes: u64| LinkedShard { group: 0, placements: Vec::new(), bytes };
     let mut shards: Vec<u64> = Vec::new();
     let mut most = 0;

@@ -9,7 +9,7 @@ use crate::share::{Duties, Item, Message, Placement, Purpose, Share, Spread, Ten
 
 const MEMBERS: u32 = 16;
 const BLOCK: u64 = 4 << 20;
-/// What a rank sends, and writes, in one tick.
+/// Bytes that a rank sends, and writes, in one tick.
 const TICK: u64 = 1 << 20;
 
 /// A team whose pieces are short: a block needs some of each member. Four members send as much to one as the budget.
