@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
-    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or as one."""
+    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or one."""
     report = run.place / "report.xml"
     command = ["env", "FASTCKPT_TEST_RUNS=all", *under, sys.executable, "-m", "pytest", "-q"]
     command += ["-x" if run.most == 1 else "--maxfail=10"]
