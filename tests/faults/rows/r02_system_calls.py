@@ -7,7 +7,7 @@ ROWS = [
     Row(
         2,
         "kills at system calls",
-        "A named checkpoint is whole, old or new, and the next save removes everything else.",
+        "A named checkpoint is whole, old or new, and the next save removes all leftovers.",
         "SIGKILL at the k-th system call of each kind, for all k: saves, removals, base=, files=, copies",
         "a save that outlives its k ends the count; the calls that must be among them are named",
         **row(

@@ -7,7 +7,7 @@ ROWS = [
     Row(
         18,
         "modes",
-        "Files have mode 0666 and directories 0777, less the umask, or the mode of the file that they replace.",
+        "Files have mode 0666 and directories 0777, less the umask, or the mode of what they replace.",
         "four umasks, setgid directories, checkpoints with restricted modes",
         "the modes of a plain program",
         **row(

@@ -44,7 +44,7 @@ ROWS = [
     Row(
         28,
         "forks",
-        "A forked child does not disturb its parent, and can save by itself.",
+        "A forked child disturbs no other process, and can save by itself.",
         "forks before, during and after saves",
         "the child saves and loads",
         **row(

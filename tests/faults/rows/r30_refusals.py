@@ -61,7 +61,7 @@ ROWS = [
     Row(
         31,
         "other file systems",
-        "Saves work on each file system, with direct I/O or without, and survive kills.",
+        "Saves work on each of these file systems, with direct I/O or without, and survive kills.",
         "ramfs, tmpfs, overlay, FUSE, ext4, XFS, btrfs",
         "the same on the disk of the machine",
         **row(
