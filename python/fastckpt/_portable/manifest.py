@@ -257,7 +257,7 @@ def _tensor_called(name: str, entry: Any, shards: list[StoredShard], block_size:
     if dtype not in BITS:
         raise ValueError(f"there is no dtype {dtype}")
     if number >= len(shards):
-        raise ValueError("its shard does not exist")
+        raise ValueError("its shard is not listed")
     shard = shards[number]
     nbytes = _bytes(dtype, shape)
     if offset + nbytes > shard.nbytes:

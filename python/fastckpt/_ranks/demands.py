@@ -304,8 +304,8 @@ class Wanting:
                 shown.append(f"and {len(names) - _LISTED} more")
             error = StructureMismatchError(
                 f"load: no rank has a destination in into= for {count(len(names), 'tensor')} of {local.path}, and "
-                'nothing was changed: give a state with the same tensors, or select them, as in keys="model.*", or '
-                "leave them out with strict=False:\n  " + "\n  ".join(shown)
+                'nothing was changed: give a state with these tensors, load only others, as in keys="model.*", or skip '
+                "these with strict=False:\n  " + "\n  ".join(shown)
             )
             error.differences = tuple(f"{name}: missing from into=" for name in names)
             raise error

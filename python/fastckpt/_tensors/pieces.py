@@ -26,7 +26,7 @@ def pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Index,
     Raises:
         ValueError: the array has fewer elements.
     """
-    # under[d] is the number of elements from dimension d on, inner[d] that under one index of it.
+    # under[d] is the product of shape[d:], and inner[d] that of shape[d + 1 :].
     under = [1, *accumulate(reversed(shape), mul)][::-1]
     inner = under[1:]
     if stop > under[0]:

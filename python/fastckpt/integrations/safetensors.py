@@ -243,7 +243,7 @@ def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: st
     """Open a file as ``safetensors.safe_open`` does.
 
     A tensor in a shard of a checkpoint is compared with its checksums before it is first returned, sliced or
-    prefetched. Another file that :func:`fastckpt.open_write` wrote is verified as a whole, only by ``get_tensors``.
+    prefetched. A file that :func:`fastckpt.open_write` wrote is verified as a whole, and only by ``get_tensors``.
 
     Args:
         filename: the path of the file.

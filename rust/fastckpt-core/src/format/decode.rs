@@ -182,7 +182,7 @@ fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
 
 /// Checks whether a tensor's own fields are possible, and returns its byte range in the file.
 fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, u64), String> {
-    let shard = body.shards.get(tensor.shard()).ok_or("its shard does not exist")?;
+    let shard = body.shards.get(tensor.shard()).ok_or("its shard is not listed")?;
     let bytes = tensor.checked_bytes().ok_or("impossible shape")?;
     let end = tensor.offset.checked_add(bytes).filter(|&end| end <= shard.bytes);
     let end = end.ok_or_else(|| format!("it ends beyond shard `{}`", shard.file))?;

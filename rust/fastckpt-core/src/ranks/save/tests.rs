@@ -190,7 +190,7 @@ fn commit<'a>(pieces: Vec<Piece>) -> Commit<'a> {
     Commit { pieces, structure: "[null]", metadata: "[1]", per_rank: "", files: &[], figures }
 }
 
-/// Sends all messages of a rank. `doors` lead to all others, who learn from their closing that no more will come.
+/// Sends all messages of a rank. `doors[r]` sends to rank `r`: dropping it says that no more will come.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     let [sent, _] = mail.travelling();
     for (message, (peer, _)) in sent {
