@@ -14,7 +14,7 @@ How it measures, and why:
   (``small``).
 - **Durable**: a save ends when an fsync of every file and of the directory has returned.
 - **Cold**: the page cache is dropped before each cold load; the output says how. **Hot**: all files are read through
-  the page cache before. **into=** fills existing, resident tensors; peers without such a load copy. Every
+  the page cache before. **into=** fills existing, resident tensors; peers without such a load load and copy. Every
   load ends when one byte of each page of the result has been read, or with ``--touch write`` also written: safetensors
   maps the file and would otherwise return before it has read anything.
 - **Verified**: fastckpt checks every checksum while it loads, the default (except for ``mmap-only``). In the

@@ -23,7 +23,7 @@ How it measures, and why:
 - **Cold**: the page cache is dropped before each load. Loads fill existing tensors. In the first round the result is
   compared with the state, outside the timing.
 - **CPU** is that of all ranks. **Written** and **read** are the kernel's counts for all ranks (/proc/self/io).
-  **Extra** is the growth of the peak of the resident set, of the rank with the most.
+  **Extra** is the peak of the resident set minus its size before, of the rank with the most.
 - **Coordination** is fastckpt's save of ``many`` without the phases that move bytes, beside ``dcp.save`` with a writer
   that writes nothing.
 

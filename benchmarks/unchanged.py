@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--size", type=float, default=1.0, help="GB of the state (default: 1)")
     parser.add_argument("--rounds", type=int, default=17, help="rounds (default: 17)")
     parser.add_argument("--ranks", type=int, default=1, help="processes that save together (default: 1)")
-    parser.add_argument("--spread", choices=SPREADS, default="rows", help="their spread (default: rows)")
+    parser.add_argument("--spread", choices=SPREADS, default="rows", help="spread of tensors (default: rows)")
     parser.add_argument("--dir", type=Path, help="where to save (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")

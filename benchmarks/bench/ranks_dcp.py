@@ -2,8 +2,8 @@
 
 Every rank runs the code of ``dcp.save`` with ``fastckpt.dcp.Writer`` from its plan to the agreement, in the rounds and
 in the tree of the real protocol, with its encoding. No byte of a tensor is touched. The state is one of FSDP: equal
-DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that one rank of
-each stage has; with ``--boxes`` a separate planner cuts it, so that only boxes describe it. Beside it, the work of
+DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that the ranks
+of one stage have; with ``--boxes`` a separate planner cuts it, so that only boxes describe it. Beside it, the work of
 torch's default planner on its coordinator.
 
     PYTHONPATH=benchmarks python -m bench.ranks_dcp --points 8x900,1024x900
@@ -131,7 +131,7 @@ def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
 def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tuple[Any, Any]:
     """The plan of one rank as torch leaves it, with a share of the values, and the plan that the rank made.
 
-    For tensors, both have the rank's boxes; only their number matters.
+    For tensors, both have the rank's boxes; it only matters that they are boxes.
     """
     offsets = torch.Size([rank * rows, 0])
     left, own = [], []

@@ -183,7 +183,7 @@ def ranks() -> Figure:
         y = 60 + 92 * rank
         figure.arrow(470, 112 + 28 * rank, 546, y + 32)
         figure.label(548, y, 152, 64, "green", f"rank {rank}:", f"rows {128 * rank}-{128 * rank + 127}", of="ink small")
-    words = "The same shards as from one process, to the last byte: nothing to consolidate or convert."
+    words = "The same shards as from one process, to the last byte: nothing to consolidate, convert or reshard."
     figure.text(360, 258, words, "dim small", "middle")
     return figure
 

@@ -3,8 +3,8 @@
 Only synced data is sure to last. A sync of a file covers its current bytes and length, and not its name;
 a sync of a directory covers the names in it, and no file. Anything that is not covered may be lost separately and in
 any order: each page of 4 KiB of each write, each change of a length, each change of names. These rules still hold: a
-rename or an exchange is whole or lost; a change of a name does not last without the previous change of that name before
-it; a directory has one name. Names of files change independently of one another, because no rule forbids it.
+rename or an exchange is whole or lost; a change of a name does not last without the previous change of that name; a
+directory has one name. Names of files change independently of one another, because no rule forbids it.
 
 A :class:`Disk` takes operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the contents
 that the machine would find after a cut.

@@ -194,7 +194,7 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
 
     model = spread(values) if trained else spread({})
     optimizer = adam(model)
-    # The gradients, set by hand: in a step, each process would work out the spread of each operation anew.
+    # As after a step with zero gradients, for which each process would work out the spread of each operation anew.
     for parameter in model.parameters():
         moments_of = {name: torch.zeros_like(parameter) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments_of}

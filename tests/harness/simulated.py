@@ -499,7 +499,7 @@ class Job:
                 raise ViolationError(f"operation {number}: all live, and rank {rank} failed: {result.error}")
 
     def check_named(self, number: int, guilty: set[int]) -> None:
-        """Check that each survivor's error names only ranks that are to blame.
+        """Check that each survivor's error names ranks that are to blame, and no others.
 
         In a later operation, a rank that never learnt the session knows only that the rank above it does not answer.
         """
@@ -514,7 +514,7 @@ class Job:
                 raise ViolationError(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
 
     def check_in_time(self, number: int, slack: float) -> None:
-        """Check that each survivor ends within the timeout and some slack after the last death or work."""
+        """Check that each survivor ends within the timeout and slack after the last death, or work of a survivor."""
         died = [process.died for process in self.processes if process.dead]
         results = self.outcomes(number)
         last = max([*died, *(self.ready[number, rank] for rank in results)])

@@ -65,7 +65,7 @@ def which(state: Any, nbytes: int = 1 << 20) -> int:
 
 
 def trained(step: int, *, weights: bool = True, moments: bool = True) -> dict[str, Any]:
-    """A model, an optimizer that counts its steps, and values that change in every run; either may be frozen."""
+    """A model and an optimizer that counts its steps, each perhaps frozen, and values that change in every run."""
     return {
         "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
         "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},

@@ -238,8 +238,8 @@ def call_of_a_save(machine, logs, names, wanted):
 
 
 def emptied_meanwhile(one, two, logs):
-    """While a saver examines a checkpoint that another machine's saver or itself moved aside, that loses its name and
-    its manifest, like during a removal. What the saver sees then is no reason to refuse."""
+    """A saver examines a checkpoint that it or another machine's saver moved aside. Meanwhile the checkpoint loses its
+    name and its manifest, like during a removal. What the saver sees then is no reason to refuse."""
     path = one[1] / "step"
 
     def empty():
@@ -366,7 +366,7 @@ def swept_before_its_lock(one, two, logs):
 
 
 def swept_in_the_middle(one, two, logs):
-    """One saver is stopped before its commit while another one sweeps, then is stopped within the commit, if it
+    """One saver is stopped before its commit while another one sweeps, which is stopped within its sweep, if it
     gets there: the first either commits everything or raises."""
     path = one[1] / "mine"
     save(one[0], path, 1, **SHARDS)

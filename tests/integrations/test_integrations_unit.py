@@ -1,4 +1,4 @@
-"""Units of the integrations: their search in a directory of checkpoints, and trainers that may save in background."""
+"""Units of the integrations: their search in a directory of checkpoints, and trainers with saves in the background."""
 
 from __future__ import annotations
 

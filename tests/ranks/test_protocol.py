@@ -387,7 +387,7 @@ def lives(bandwidth):
 
 
 def test_a_rank_that_holds_itself_back_is_not_silent():
-    # For an hour, but no longer: beyond that, a long call counts as hung.
+    # For an hour, but no longer; without a limit on bandwidth, nothing is meant to take long.
     assert lives(1e5)
     assert not lives(1e20)
     assert not lives(None)

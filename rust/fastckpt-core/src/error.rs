@@ -236,7 +236,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
              volume"
         }
         Some(libc::EAGAIN) => ": the kernel refused it for two seconds; the machine may be short of memory",
-        Some(libc::EIO) => ": the device failed, so treat these bytes as lost",
+        Some(libc::EIO) => ": the device reported a failure, so treat these bytes as lost",
         _ => "",
     }
 }
@@ -249,8 +249,8 @@ fn hangs(operation: &str, path: &Path, seconds: f64, end: Given) -> String {
              storage answers: check the storage, save elsewhere, or allow more time with IO(deadline=...)"
         }
         Given::UpAtTheEnd => {
-            "the save was given up while the checkpoint was getting its name: once the storage answers, either the \
-             new or the old checkpoint is there, whole. Check the storage, or save elsewhere"
+            "the save was given up while the checkpoint was getting its name: once the storage answers, the new \
+             checkpoint may be there, whole, or the old one. Check the storage, or save elsewhere"
         }
         Given::NotBegun => {
             "an earlier save to this directory was given up for this reason, and this save has not begun. Check the \

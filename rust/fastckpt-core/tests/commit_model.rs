@@ -176,7 +176,7 @@ enum Rule {
     InodeAfterSwap,
     /// After an exchange back, the directory under `.tmp-` must be the saver's.
     OwnAfterBack,
-    /// A `.tmp-` is not swept while its `.old-` is there. The look for it comes after the judgement of death.
+    /// A `.tmp-` is not swept while its `.old-` is there. The latter is looked for after the judgement of death.
     SpareTmpWithOld,
     JudgeThenList,
     /// A directory under `.tmp-` or `.old-` without a manifest is foreign unless it is empty.

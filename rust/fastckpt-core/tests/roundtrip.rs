@@ -235,7 +235,7 @@ fn a_panic_is_an_error_and_leaves_nothing() {
 fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let parent = directory();
     let path = parent.path().join("c");
-    // Held until the callback runs, so that the save cannot end before.
+    // Held until the progress function was called, so that the save cannot end before.
     let asked = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&asked);
     let slow = Content::each(move |_, _| {

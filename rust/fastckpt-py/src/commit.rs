@@ -23,9 +23,9 @@ use crate::report::tick;
 ///     path: its path, to load it.
 ///     created: seconds since 1970 when its save began; None if its manifest is damaged.
 ///     bytes: bytes of the files that fastckpt wrote.
-/// aside: whether no directory has its name, because a save moved it aside and has put nothing in its place. That save
-/// was killed, or still runs. ``load`` still finds the checkpoint. damage: what is wrong, as far as its manifest and
-/// the lengths of its files show; None if nothing is wrong.
+///     aside: whether no directory has its name, because a save moved it aside and has put nothing in its place. That
+///         save was killed, or still runs. ``load`` still finds the checkpoint.
+///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is wrong.
 #[pyclass(frozen, get_all, module = "fastckpt.types")]
 struct ListedCheckpoint {
     name: OsString,

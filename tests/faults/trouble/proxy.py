@@ -46,7 +46,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, name="proxy", daemon=True).start()
 
     def fail(self, chance: float, seed: float, outage: int = NEVER) -> None:
-        """From now on each request is struck with this probability, drawn by the seed; after ``until`` requests,
+        """From now on each request is struck with this probability, drawn by the seed; after ``outage`` requests,
         nothing gets through any more."""
         with self._lock:
             self._chance, self._left = chance, outage

@@ -49,8 +49,8 @@ const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
-/// Those that make names durable in the order in which they were made (ext2 to ext4, XFS), or never (tmpfs, ramfs). On
-/// btrfs and f2fs, a sync of a file makes that file and its name durable, and not the names made before it.
+/// File systems that make names durable in the order in which they were made (ext2 to ext4, XFS), or never (tmpfs,
+/// ramfs). On btrfs and f2fs, a sync of a file makes that file and its name durable, and not the names made before it.
 const ORDERED: [u64; 4] = [0xEF53, 0x5846_5342, 0x0102_1994, 0x8584_58F6];
 
 fn magic(directory: BorrowedFd<'_>) -> Option<u64> {

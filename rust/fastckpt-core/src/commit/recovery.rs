@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// The same, with a clock for the time it has taken. The clock is called before each look, so that the last look comes
-/// after the end of the wait: on a busy machine a single look may take longer.
+/// The same, with a clock for the time it has taken. The clock is called once before each look, so that the last look
+/// comes after the end of the wait: on a busy machine a single look may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {

@@ -63,7 +63,7 @@ impl SingleFile {
         if is_new(&parent) {
             sweep(parent.as_fd());
         }
-        // The new file is never more open than the one that it replaces. A directory may pass its group on.
+        // The new file is never readable by more users than the one before. A directory may pass its group on.
         let inherited = fs::fstat(&parent).map_or(0, |stat| stat.st_mode & 0o2000);
         let hidden = old.map(|_| inherited);
         let workspace = Workspace::begin((parent, parent_path), name, target, true, (None, hidden))?;

@@ -59,7 +59,7 @@ pub struct Push {
     pub index: usize,
 }
 
-/// Fetches bytes of several tensors, each from its given offset on. Each callback is called once, for all its bytes.
+/// Fetches bytes of several tensors, each from its given offset on. One call asks a callback for all its bytes.
 pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut [u8])>) -> Result<()> {
     let mut calls: Vec<(&Fill, Vec<Pulled<'_>>)> = Vec::new();
     for (Pull { fill, index }, start, to) in wanted {

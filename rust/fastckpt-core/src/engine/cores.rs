@@ -16,8 +16,8 @@ pub(super) fn of(ranks: usize) -> usize {
 }
 
 /// At most `own`, those that the affinity of the process allows. An affinity may be the rank's own (`torchrun
-/// --numa-binding`, `srun --cpus-per-task`), so it is not divided. The processors online and the sets and quotas of the
-/// control groups are divided. A quota is rounded up to whole cores: a worker waits more than it computes.
+/// --numa-binding`, `srun --cpus-per-task`), so it is not divided. The processors online and the sets and quotas of
+/// control groups are, as all ranks share them. A part of a core counts as one: a worker waits more than it computes.
 fn share(root: &Path, own: usize, ranks: usize) -> usize {
     let groups = read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as u64 * CORE);

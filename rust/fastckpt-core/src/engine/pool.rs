@@ -95,7 +95,7 @@ impl Pool {
 }
 
 /// Calls `work` in `threads` threads, with the number of each, and waits for them. Meanwhile it calls `progress` about ten
-/// times a second. Returns how many started, which are enough, and an error if not all did.
+/// times a second. Fewer threads suffice: returns how many started, and an error if not all did.
 pub(super) fn in_threads(
     name: &str,
     threads: usize,

@@ -233,7 +233,7 @@ struct Worker<'a, 'b, J> {
     awaits: State,
     /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
     unfetched: usize,
-    /// Finished blocks with bytes for callbacks, and the number of these bytes.
+    /// Finished blocks with bytes for callbacks, and the bytes of these blocks.
     held: Vec<Transfer>,
     held_bytes: usize,
     /// Staging memory. Without it, each block has a separate mapping.
@@ -394,8 +394,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Adds the bytes that an operation moved to its block. Returns whether the block is complete. No retry can fix an
-    /// error.
+    /// Adds the bytes that an operation moved to its block. Returns whether the block is complete. An error is one
+    /// that no retry can fix.
     fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
         let (direct, missing) = (transfer.is_direct(), transfer.missing());
         match result {

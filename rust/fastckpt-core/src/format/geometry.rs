@@ -13,8 +13,8 @@ pub const BLOCK_SIZE: u64 = 4 << 20;
 /// Contiguous data smaller than this many bytes is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
-/// Fewer bytes than this are copied instead of moved without a copy: a separate piece in an operation costs as much as
-/// copying this many bytes.
+/// Fewer bytes than this are copied instead of moved without a copy: a separate piece in an operation costs about as
+/// much as copying this many bytes.
 pub const STRAIGHT: u64 = 64 << 10;
 
 /// The largest multiple of `to` that is not above `value`.

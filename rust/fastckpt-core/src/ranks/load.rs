@@ -102,7 +102,7 @@ impl RankLoad {
             move |tensor| tensors.body().tensors[tensor].name().to_owned(),
         );
         let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
-        // A relay is filled after all messages of earlier phases were sent, except those that fill it.
+        // A relay is filled after all messages of earlier phases, except the phase that fills it, were sent.
         let [numbers, relays] = duties.sent();
         let window = |phase: u64| {
             let before = |of: &[Message]| of.partition_point(|message| message.phase + 1 < phase);

@@ -127,7 +127,7 @@ impl Checkpoint {
                 }
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
-                // call to the next. A path that is a file for a moment does not count.
+                // call to the next. A file at the path is never such a case.
                 Err(Error::Corrupt { .. } | Error::Foreign { .. })
                     if path.is_dir()
                         && !is_local(path)

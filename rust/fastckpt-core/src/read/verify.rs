@@ -102,8 +102,8 @@ impl Checkpoint {
         outcome
     }
 
-    /// Compares the checksum of each whole shard with the checksums of its parts. Copies of a shard are checked against
-    /// the former only.
+    /// Compares the checksum of each whole shard with the checksums of its parts. Copies elsewhere are checked against
+    /// the former.
     fn check_sums(&self) -> Vec<Damage> {
         let size = self.body.block_size;
         let mut sums: Vec<Option<u64>> =

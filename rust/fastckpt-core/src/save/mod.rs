@@ -48,7 +48,7 @@ pub enum Contents<'a> {
     Images(&'a Plan, &'a [Stretch]),
 }
 
-/// A save.
+/// A request for a save.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// The checkpoint's directory.

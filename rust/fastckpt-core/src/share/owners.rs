@@ -15,7 +15,7 @@ use super::teams::Teams;
 use crate::error::Result;
 use crate::format::geometry::down;
 
-/// The most ranks of a team: each of them sends messages to all others.
+/// The most ranks of a team, unless the caller sets its size: each of them sends messages to all others.
 const MOST: u32 = 128;
 /// In a job of `MANY` ranks or more, no rank should write more files: each is opened by all of its writers.
 const FILES: u64 = 10;

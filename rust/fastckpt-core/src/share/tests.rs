@@ -464,7 +464,7 @@ fn plain(message: &Message) -> Vec<Item> {
 }
 
 /// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle. What
-/// a relay passes on comes after the message with it.
+/// a relay passes on comes after the message that brings it.
 fn in_one_order(all: &[Duties], purpose: Purpose) {
     // The sender, the receiver, and the number among their messages.
     type Key = (u32, u32, usize);

@@ -14,7 +14,7 @@ use super::memory::MOST_VECTORS;
 use super::thread::Backoff;
 
 /// Entries of a ring. There are few, because the kernel counts those of all ranks together against the user's
-/// `RLIMIT_MEMLOCK`, together.
+/// `RLIMIT_MEMLOCK`.
 pub const ENTRIES: u32 = 32;
 
 /// An operation for a ring. The ring owns the operation, its open file and its memory until it completes. The memory is

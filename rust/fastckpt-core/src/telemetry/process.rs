@@ -93,7 +93,7 @@ struct Process {
     /// The path and identity of its file, if other processes can see it.
     file: Option<(PathBuf, (u64, u64))>,
     generation: u32,
-    /// The number of operations since the start.
+    /// The number of operations that have ever begun.
     operations: u64,
     running: u32,
     /// Thread slots in use, one bit each.

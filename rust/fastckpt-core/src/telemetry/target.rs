@@ -46,7 +46,7 @@ const UNITS: [(&str, f64); 9] = [
 /// A number below this without a unit is meant in another unit.
 const LEAST_BARE: f64 = 1e4;
 
-/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. `None` if it is out of range.
+/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. `None` below 1, or beyond any storage.
 fn rate(text: &str) -> Option<u64> {
     let text = text.trim();
     let unit = UNITS.iter().find_map(|(unit, scale)| Some((text.strip_suffix(unit)?.trim_end(), *scale)));

@@ -101,7 +101,7 @@ fn sealed(rest: &[u8]) -> Vec<u8> {
     all
 }
 
-/// The result of `action`, and the most bytes that it allocated.
+/// The result of `action`, and the most bytes that it held at a time.
 pub(crate) fn measured<T>(action: impl FnOnce() -> T) -> (T, usize) {
     MEMORY.reset_peak_usage();
     let before = MEMORY.current_usage();

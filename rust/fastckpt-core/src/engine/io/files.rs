@@ -109,7 +109,7 @@ impl OpenFiles {
     }
 
     /// The file of `shard`, which `open` opens for its first block. `None` if it must wait until another file is
-    /// closed. This always ends: a file is open for blocks that workers are moving, and they need no other file to
+    /// closed. The wait always ends: a file is open for blocks that workers are moving, and they need no other file to
     /// finish.
     pub fn acquire(
         &self,

@@ -52,7 +52,7 @@ fn found(ranks: &[RankBase], path: &Path) -> Sums {
     for rank in ranks.iter().rev() {
         let own = rank.compare(&mut |_, _| true).unwrap().encode();
         assert_eq!(Sums::decode(&own).unwrap().encode(), own);
-        // A rank without bytes sums nothing.
+        // A rank that gives nothing sums nothing.
         assert!(own.is_empty() || Sums::decode(&own[..own.len() - 1]).is_err());
         all.add(Sums::decode(&own).unwrap());
     }
