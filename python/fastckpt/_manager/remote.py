@@ -137,7 +137,7 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
-        """Treat the next copied step as the last one of the run; returns a function that undoes this."""
+        """Treat the next copied step as the last one of the run; returns the ``to`` that undoes this."""
         before = self._durable, self._latest
         self._durable, self._latest = to
         return before
