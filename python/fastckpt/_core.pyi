@@ -823,7 +823,7 @@ class Share:
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Combine the checksums of several ranks. ValueError if they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:
-        """Compare the checksums of blocks that several ranks read in parts; CorruptCheckpointError if they differ.
+        """Compare the checksums of extents that several ranks read in parts; CorruptCheckpointError if they differ.
 
         ValueError if a part is missing.
         """

@@ -111,7 +111,7 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """Work after a checkpoint is whole there: update ``latest`` and its pin, remove older ones and leftovers.
+        """Work after a checkpoint is whole there: update ``latest``, copy its pin, remove older ones and leftovers.
 
         It had this ``number`` in the queue, and was there before if nothing had to be copied. A step that ``waits``
         must still be copied. A checkpoint that the run has left does not count as the newest for retention.
