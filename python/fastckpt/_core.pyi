@@ -823,7 +823,7 @@ class Share:
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Combine the checksums of several ranks. ValueError if they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:
-        """Compare the checksums of blocks that several ranks read in parts; CorruptCheckpointError if they differ.
+        """Compare the checksums of extents that several ranks read in parts; CorruptCheckpointError if they differ.
 
         ValueError if a part is missing.
         """
@@ -857,7 +857,7 @@ class Mail:
     def incoming(self) -> list[tuple[int, int]]:
         """The other rank and the bytes of each message to receive."""
     def travelling(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Number, rank and bytes of the messages to move, of both lists: without those that ranks read from memory."""
+        """Number, rank and bytes of the messages to move, of both lists, without those that ranks read from memory."""
     def pack(self, message: int) -> int:
         """Wait until a message may be sent; return the address of its bytes."""
     def sent(self, message: int) -> None:

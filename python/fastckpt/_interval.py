@@ -35,7 +35,7 @@ def goodput_rule(goodput: float, mttf: float) -> float:
     restart.
 
     Args:
-        goodput: the wanted share of training in the time, between 0 and 1.
+        goodput: the share of the time that training should get, between 0 and 1.
         mttf: of the cluster.
     """
     return (1 - goodput) * mttf

@@ -168,7 +168,7 @@ class Continuously:
 
 
 class Auto:
-    """Saves at the measured interval that loses the least time; the policy of ``Manager(save_when="auto")``.
+    """Saves at the interval that loses the least time, as measured; the policy of ``Manager(save_when="auto")``.
 
     The interval is the optimum that ``fastckpt.tools.plan`` computes from the measured cost of a save and the mean time
     to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead``

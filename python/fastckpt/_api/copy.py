@@ -27,8 +27,8 @@ def copy(
     the shards, such as a ``config.json``, are copied too, unless their names begin with a dot.
 
     Args:
-        source: the checkpoint's directory, or its URL in an object store (docs/stores.md). It waits for an asynchronous
-            save in flight to it.
+        source: the checkpoint's directory, or its URL in an object store (docs/stores.md). The copy waits for an
+            asynchronous save in flight to it.
         target: the path or the URL of the copy.
         overwrite: replace another checkpoint at ``target``.
         io: an :class:`IO` with ``bandwidth_limit``, the bytes per second that the copy may move, and ``progress``.

@@ -59,7 +59,7 @@ class Targets:
         mappings: where shards are mapped, if they are: then new tensors on the host are pages of the mappings, and
             :meth:`copy_mapped` fills the others.
         sinks: the sinks that :meth:`begin` made.
-        fresh: bytes of new tensors and arrays in host memory, and how many of these are in large ones.
+        fresh: bytes of new tensors and arrays in host memory that are filled, and how many of them are in large ones.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Event:
                     left = -1.0 if deadline is None else deadline - time.monotonic()
                     if deadline is not None and left <= 0:
                         break
-                    # A lock limits the length of its timeout.
+                    # A lock refuses a timeout of centuries.
                     waiter.acquire(timeout=-1 if deadline is None else min(left, 1e6))
             finally:
                 with contextlib.suppress(ValueError):

@@ -36,7 +36,7 @@ class SaveInFlight:
 def can_wait_for(save: SaveInFlight) -> bool:
     """Whether this thread can wait for a save: not if the save waits for this thread.
 
-    That is so if the thread prepares it, below a signal handler, or if it is in an earlier turn of the ranks.
+    That is so if the thread prepares it, below a signal handler, or is in an earlier turn of the ranks.
     """
     if save.operation is not None and save.operation.waits_for_caller():
         return False

@@ -246,7 +246,7 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Record that a tensor is new if it was chosen; a tensor in a key may not be."""
+        """Record that a tensor is new if it was chosen, as a tensor in a key may be."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:

@@ -51,8 +51,8 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
 
     Args:
         path: the checkpoint's directory, or its URL in an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``
-            (docs/stores.md), read in parallel ranges. It waits for an asynchronous save of this process in flight to
-            it.
+            (docs/stores.md), read in parallel ranges. The load waits for an asynchronous save of this process in
+            flight to it.
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,

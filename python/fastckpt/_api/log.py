@@ -52,7 +52,7 @@ def _handle(record: logging.LogRecord) -> None:
     try:
         logging.Logger.handle(_logger, record)
     finally:
-        with contextlib.suppress(ValueError):  # in a child, which has no such thread
+        with contextlib.suppress(ValueError):  # in a child, whose list is empty
             _lines.remove(line)
         line[1].set()
 

@@ -41,8 +41,8 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
     removes what a killed call left.
 
     Args:
-        path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). It
-            waits for an asynchronous save in flight to it.
+        path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md).
+            The removal waits for an asynchronous save in flight to it.
         force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they are an
             error that names the first of them. Directories and links in it are always an error.
         files: names of further files of it, which its save added with ``files=``.

@@ -47,8 +47,8 @@ def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
     It accepts bytes in any format, from the beginning to the end. Anything that writes to a file object, such as
     ``torch.save``, can write to it. Threads write large blocks past the page cache. When the file is closed, it is made
     durable and replaces what is at ``path`` in one step. If the ``with`` statement fails, or the process is killed,
-    ``path`` stays as it was. Its checksum is stored in an extended attribute, if the file system supports those: see
-    :func:`fastckpt.open_read`.
+    ``path`` stays as it was. The checksum of the file is stored in an extended attribute, if the file system supports
+    those: see :func:`fastckpt.open_read`.
 
     Args:
         path: the path of the file. Directories above it are made. A symbolic link is followed. The new file has the

@@ -35,7 +35,7 @@ class SaveProgress:
     Attributes:
         phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
         staged: bytes of tensors copied to the snapshot.
-        written: bytes of files written, at most 0.1 s ago.
+        written: bytes of files written, as of at most 0.1 s ago.
         total: bytes of all tensors.
     """
 

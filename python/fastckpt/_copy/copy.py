@@ -71,7 +71,7 @@ def copy_checkpoint(
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
         stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
-        tick: called with it, with the bytes done and all bytes of this process's share.
+        tick: called at the same times, with the bytes done and all bytes of this process's share.
         share: ``(index, count)``, where ``count`` processes copy together. All but the first copy some of the files and
             return. The first copies its own, waits while files of the others arrive, copies missing files, and makes
             the copy visible.

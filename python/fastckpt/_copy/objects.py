@@ -67,7 +67,7 @@ class ToObjects:
         """Send a share of the files; the first process then sends missing files, and finally the manifest.
 
         Returns:
-            Bytes that this process needed not move, and warnings.
+            Bytes that this process did not need to move, and warnings.
         """
         before = self._manifest()
         self._refuse(plan, before)

@@ -41,7 +41,7 @@ class Pace:
     Args:
         limit: bytes per second, or None.
         stop: whether to stop; called by the thread that called the copy, about ten times a second.
-        tick: called with it, with the bytes done and the total.
+        tick: called at the same times, with the bytes done and the total.
 
     Attributes:
         block: bytes to move at a time.

@@ -199,7 +199,7 @@ class Directory:
     def identity(self, name: str) -> Identity | None:
         """A value that distinguishes a checkpoint from others of the same name; None if there is no checkpoint.
 
-        It holds the change times of directory and manifest, and the manifest's inode.
+        It holds the modification times of directory and manifest, and the manifest's inode.
         """
         path = f"{self.path}{os.sep}{name}"
         try:

@@ -124,7 +124,7 @@ class Drain:
         with self._lock:
             steps = self._from.look().steps
             entries = self._local.catalogue.entries(steps)
-            # In the order of their saves; checkpoints of unknown order come after the others.
+            # The last saved one is copied first; checkpoints of unknown order come after the others.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
             self.start()

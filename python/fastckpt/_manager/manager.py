@@ -265,7 +265,7 @@ class Manager:
             TimeoutError: it has not finished in time; it continues.
             CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
-            Exception: the last save failed; or a copy failed, and so did a new attempt.
+            Exception: the last save failed; or a step is not at the remote tier, after another failed attempt.
         """
         return self._completion.wait(timeout)
 
@@ -386,7 +386,7 @@ class Manager:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
             step: load the checkpoint of this step and no other.
             exclude: as for :func:`fastckpt.load`.
-            fresh: start from the beginning even if only traces of an earlier run are here; otherwise an error.
+            fresh: start from the beginning even if an earlier run left traces but no checkpoint; else that is an error.
             discard_newer: with ``step``: afterwards remove all higher steps except pinned ones, on each tier.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 

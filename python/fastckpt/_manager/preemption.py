@@ -228,7 +228,7 @@ class Preemption:
             self._given_up(f"{path} was not durable in time")
 
     def answer(self, step: int, given: StepState | None) -> bool:
-        """Save for the signals that have come, unless the step is saved, and pass them on; returns success.
+        """Save for the signals that have come, unless the step is saved, and pass them on; returns whether it is saved.
 
         Args:
             step: the step.

@@ -111,7 +111,7 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """Work after a checkpoint is whole there: update ``latest`` and its pin, remove older ones and leftovers.
+        """Work after a checkpoint is whole there: update ``latest``, copy its pin, remove older ones and leftovers.
 
         It had this ``number`` in the queue, and was there before if nothing had to be copied. A step that ``waits``
         must still be copied. A checkpoint that the run has left does not count as the newest for retention.
@@ -137,7 +137,7 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
-        """Treat the next copied step as the last one of the run; returns a function that undoes this."""
+        """Treat the next copied step as the last one of the run; returns the ``to`` that undoes this."""
         before = self._durable, self._latest
         self._durable, self._latest = to
         return before

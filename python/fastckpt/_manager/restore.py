@@ -335,7 +335,7 @@ class _Failures(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A checkpoint that no rank could load: why, and the error that this rank may raise."""
+    """A call that counts as failed on all ranks: why, and the error that this rank may raise."""
 
     failures: _Failures
     error: Exception

@@ -151,7 +151,7 @@ class StepBoundary:
             yield
 
     def ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, **more: Any) -> Agreed:
-        """Agree with the other ranks on the next action; the arguments are those of :class:`.ranks.Asked`."""
+        """Agree with the other ranks on the next action; the arguments are those of :class:`.crew.Asked`."""
         signals = self.preemption.signals
         if (call := self.ranks.take_call()) is not None:
             signals.agree(call.signals, call.left)

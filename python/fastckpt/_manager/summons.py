@@ -89,7 +89,7 @@ class Summons:
         """Record that this rank has come to the next boundary; returns the call for it, if any.
 
         Args:
-            passes: whether this rank would pass it; if not, it need not wait for a call.
+            passes: whether this rank would pass it; if not, it does not wait until the ranks agree.
 
         Raises:
             RanksError: a call has failed, because a rank has ended or does not answer.

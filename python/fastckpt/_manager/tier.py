@@ -2,7 +2,7 @@
 
 Only steps older than a checkpoint that has just become durable are removed. So whatever happens to the removal, and
 however many managers use one directory, the newest durable checkpoint stays: each manager removes only steps older than
-one of its checkpoints, which still exists or has a newer one above it.
+one of its own checkpoints, which still exists or has a newer one above it.
 
 ``fastckpt.remove`` renames first, in one durable step, and removes the files after that: half a checkpoint never has
 its name, and the next save removes what a killed process left. Other files in a checkpoint are kept.

@@ -351,7 +351,7 @@ class Reader:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """A context in which damage is ignored if the path has another manifest by now."""
+        """A context in which damage means a replaced checkpoint if the path has another manifest by now."""
         try:
             yield
         except (CorruptCheckpointError, FileNotFoundError) as error:

@@ -93,7 +93,7 @@ def marks_of(*given: Any) -> dict[str, str]:
                 known.add(id(value))
                 # The methods of a subclass are the user's.
                 todo += ((f"{name}.{key}", each) for key, each in dict.items(value) if type(key) is str)
-        # Only of these types, for the same reason.
+        # Exactly these types, for the same reason.
         elif (kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)) and len(name) <= _NAME:
             marks[name] = repr(value[:_LONGEST] if kind is str else value)
     return marks

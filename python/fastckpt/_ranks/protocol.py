@@ -21,8 +21,8 @@ the others. A rank whose call is among them accepts the verdict: it may be late,
 others. Calls that meet in one turn all fail, except those of ranks that have already abandoned the others' call: these
 wait in the next turn. So ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
 its own, because it may be late, and skips further ones. For indistinguishable saves it accepts each: it stays behind,
-and its save never meets a later save of the others. If it comes while the others still wait in the save that it has
-missed, no rank can notice; so the first save that nothing distinguishes from an earlier one warns.
+and its save never meets a later save of the others. Only one case goes unnoticed: it comes while the others still wait
+in the save that it has missed. So the first save that nothing distinguishes from an earlier one warns.
 
 **Silence**, not duration, ends a wait. A working rank sends heartbeats (it "beats"); so does a rank that waits for
 those below it. A rank listens to those below until it has their messages, and to the coordinator until it has the

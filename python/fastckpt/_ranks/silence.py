@@ -35,7 +35,7 @@ class Silence:
         self._ranks.update((rank, _Heard(None, 0.0, now)) for rank in ranks)
 
     def hear(self, rank: int, sign: bytes | None, now: float) -> float:
-        """Record the current state of a rank, and return its seconds of silence. The first call returns none."""
+        """Record the current state of a rank, and return its seconds of silence. The first call returns 0."""
         last = self._ranks.get(rank, _Heard(sign, 0.0, now))
         silent = last.silent + min(now - last.looked, self._most) if sign == last.sign else 0.0
         self._ranks[rank] = _Heard(sign, silent, now)

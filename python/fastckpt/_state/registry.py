@@ -90,7 +90,7 @@ class Registry:
         ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers if they are not declared.
 
         Raises:
-            TypeError: ``cls`` is not a class, or is of no such kind and lacks a callable ``encode`` and ``decode``.
+            TypeError: ``cls`` is not a class, or of no such kind without both functions; or one is not callable.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):

@@ -388,7 +388,7 @@ def prune(
         tokens: the structure.
         wanted: the positions.
         hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
-        closed: the range of ``tokens`` in which lists close up anyway.
+        closed: the ranges of ``tokens`` in which lists close up anyway.
 
     Returns:
         The tokens left, and for each its position in ``tokens``: -1 for a hole.

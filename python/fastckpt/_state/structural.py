@@ -508,7 +508,7 @@ def _derived(cls: Any) -> _Pair:
             raise Undecodable(f"it was saved as a {type(value).__name__}, but the class is a {base.__name__}")
         try:
             made = make(cls, value)
-        except TypeError as error:  # of a type written in C that has its own
+        except TypeError as error:  # of a type written in C that is made in its own way
             raise Undecodable(str(error)) from error
         return set_attributes(made, attributes)
 

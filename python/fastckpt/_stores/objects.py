@@ -300,7 +300,7 @@ class Objects:
             before: the result of :meth:`read_version`.
 
         Raises:
-            FileExistsError: the object has changed or is gone; nothing was changed.
+            FileExistsError: another object than ``before`` is there, or none; nothing was changed.
         """
         import obstore  # noqa: PLC0415
 

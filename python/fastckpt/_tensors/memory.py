@@ -150,7 +150,7 @@ class _Pages:
                 return
 
 
-#: The region that the last buffer was carved from, its address, and its used size. The user pops the region and puts it
+#: The region that the last buffer was carved from, its address, and its used size. ``_carve`` pops it and puts it
 #: back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
 _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 

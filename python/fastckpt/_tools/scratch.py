@@ -24,7 +24,7 @@ class _Ended(BaseException):
 
 
 class Signals:
-    """A context that raises SIGINT, SIGTERM and SIGHUP as an exception, or holds them, and resends them at its end.
+    """A context that raises SIGINT, SIGTERM and SIGHUP as an exception, or holds them while ``held``, and resends them.
 
     Only signals with their default effect, and only in the main thread: no other thread receives them.
     """

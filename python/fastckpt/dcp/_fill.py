@@ -341,7 +341,7 @@ def _quantizer_of(tensor: Any) -> Any:
 
 
 def _check_itself(layout: Any, key: str) -> None:
-    """Refuse a tensor with elements that share memory, unless it is empty: two that differ first in one dimension.
+    """Refuse a tensor that is not empty if elements share memory: looks for two that differ first in some dimension.
 
     torch refuses only expanded ones.
     """

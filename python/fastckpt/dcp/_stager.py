@@ -26,7 +26,7 @@ class Stager:
 
     All tensors of a state share one range of huge pages, which is pinned if they come from a GPU. Ties between tensors
     are kept. The copy is done when :meth:`stage` returns; the next copy can reuse its memory once nothing refers to the
-    copied tensors. :func:`fastckpt.background.release_buffers` frees the kept memory.
+    tensors of the copy. :func:`fastckpt.background.release_buffers` frees the kept memory.
     """
 
     _synchronize_after_execute = False

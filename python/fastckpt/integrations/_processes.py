@@ -74,7 +74,7 @@ def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, o
 
 
 def own_state(path: str) -> Any:
-    """The ``own`` state of this process, with random states restored; None and a warning if the processes differ."""
+    """This process's ``own`` state, with random states restored; None and a warning if more or fewer saved."""
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:

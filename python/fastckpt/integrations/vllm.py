@@ -38,7 +38,7 @@ def register() -> None:
 
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
             if getattr(model, "secondary_weights", ()):
-                raise ValueError(f"fastckpt: secondary weights of {type(model).__name__} are unsupported")
+                raise ValueError(f"load format fastckpt: secondary weights of {type(model).__name__} are unsupported")
             self.counter_before_loading_weights = time.perf_counter()
             yield from _weights(model_config.model)
 

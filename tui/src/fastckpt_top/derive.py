@@ -140,7 +140,7 @@ def name(proc: Proc) -> str:
 
 
 def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
-    """The rank, `rank 3`, for which a process ultimately waits, because that one may wait for another; else empty.
+    """The rank, `rank 3`, for which a process waits in the end: the one that it waits for may wait, too; else empty.
 
     Args:
         proc: The process.

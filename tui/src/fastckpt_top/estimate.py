@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 BEHIND: Final = 1.25
-"""The ratio of a rank's ETA to the median from which the node waits for it; also of the median to a thread's rate."""
+"""Late: an ETA above this many times the median. Slow: a rate of a rank or thread below the median divided by it."""
 QUIET_S: Final = 1.0
 """No ETA and no straggler in this first part of an operation, seconds."""
 _SECONDS_BEHIND: Final = 0.5

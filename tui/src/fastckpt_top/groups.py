@@ -34,7 +34,7 @@ def errno_name(number: int) -> str:
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
     """The operations of a process whose records were read, with its current ones.
 
-    Operations that have left their segment are forgotten, so that a job of weeks does not accumulate them.
+    Operations that have left their segment do not come back: old ones are forgotten, so that they do not accumulate.
     """
     now = frozenset(record.op_id for record in proc.history)
     both = seen | now

@@ -79,7 +79,7 @@ def safetensors_for(operation: str, source: Path) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first sentence of a long exception message."""
+    """Return the first line of an exception's message: some are a page long."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -85,7 +85,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         max_in_flight: saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
         mttf_cluster: mean time to failure of the whole cluster instead.
-        goodput: the wanted share of training in the time: the interval is ``(1 - goodput) * mttf``.
+        goodput: the share of the time that training should get: the interval is ``(1 - goodput) * mttf``.
         overhead: the share of time for which checkpoints may stop training: the interval is ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the start of the next. Without any of these, the best.
         write: total bytes per second that the storage writes.
