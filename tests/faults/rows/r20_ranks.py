@@ -17,8 +17,8 @@ ROWS = [
     Row(
         20,
         "struck ranks",
-        "If a rank is killed or stopped, the others get an error in time; the path holds the old or the new checkpoint; "
-        "the next save works.",
+        "If a rank is killed or stopped, the others get an error in time; the path holds the old or the new checkpoint;"
+        " the next save works.",
         "SIGKILL and SIGSTOP of a rank at each named step of a save or load",
         "the rank reports the blow",
         **row(("tests/ranks/test_faults.py",)),
