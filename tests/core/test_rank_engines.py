@@ -625,7 +625,7 @@ def test_an_interrupt_ends_a_read_that_waits_for_others(saved):
     with pytest.raises(RuntimeError, match="exchange with other ranks was stopped"):
         job.loads[1].mail.admit(0)
     assert all(0 <= done <= total for done, total in seen)
-    with pytest.raises(RuntimeError, match="read before"):
+    with pytest.raises(RuntimeError, match="run before"):
         job.loads[1].read(None)
 
 

@@ -90,7 +90,7 @@ def test_all_that_a_load_can_do(url, saved, monkeypatch):
         "an object store is read over the network"
     )
     assert isinstance(fastckpt.load(url, framework="numpy", keys="head")["head"], np.ndarray)
-    with pytest.raises(OSError, match=r'direct I/O.*over the network.*give io="auto"') as caught:
+    with pytest.raises(OSError, match=r'direct I/O.*over the network.*use io="auto"') as caught:
         fastckpt.load(url, io="direct")
     assert caught.value.errno == errno.EINVAL
     monkeypatch.setenv("FASTCKPT_IO", "direct")  # which is for disks

@@ -26,7 +26,7 @@ def test_a_file_url_is_a_path(tmp_path):
 
 def test_what_takes_no_url_says_what_to_do():
     for call in (lambda url: fastckpt.save({}, url), lambda url: fastckpt.save({}, "x", base=url)):
-        with pytest.raises(ValueError, match=r"fastckpt.copy or Manager\(..., remote=\)"):
+        with pytest.raises(ValueError, match=r"fastckpt.copy and Manager\(..., remote=\) copy to a URL"):
             call("s3://bucket/x")
     with pytest.raises(ValueError, match=r"mmap=True.*fastckpt.copy"):
         fastckpt.load("memory://bucket/x", io=fastckpt.IO(mmap=True))

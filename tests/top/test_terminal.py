@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import uuid
 
 import pytest
 from looking import eventually
@@ -17,8 +18,9 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux
 class Terminal:
     """A separate tmux server with one window."""
 
-    def __init__(self, place, name):
-        self.socket = f"fastckpt-top-{os.getpid()}-{name}"
+    def __init__(self, place):
+        # A server that is told to end still answers for a moment: no two have the same name.
+        self.socket = f"fastckpt-top-{uuid.uuid4().hex}"
         self.place = place
 
     def tmux(self, *args):
@@ -72,8 +74,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(place, request):
-    made = Terminal(place, request.node.name[:24].replace("[", "-").replace("]", ""))
+def terminal(place):
+    made = Terminal(place)
     yield made
     subprocess.run(["tmux", "-L", made.socket, "kill-server"], capture_output=True, check=False)
 
