@@ -167,7 +167,7 @@ def test_direct_is_refused_where_it_cannot_be_had(tmp_path):
     assert report.blocks["buffered"] == 0
     assert same(fastckpt.load(tmp_path / "c", io="direct"), state)
     with mounts.mount("ramfs") as directory:  # answers EINVAL to O_DIRECT
-        with pytest.raises(OSError, match=r"cannot use direct I/O on `.*model.safetensors`.*does not support it.*io=\"auto\""):
+        with pytest.raises(OSError, match=r"cannot use direct I/O on `.*model.safetensors`.*support it.*io=\"auto\""):
             fastckpt.save(state, directory / "c", io="direct")
         assert list(directory.iterdir()) == []
         fastckpt.save(state, directory / "c")
