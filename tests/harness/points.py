@@ -63,6 +63,7 @@ ADMIT, WAIT_FOR_PATHS = "fastckpt._api.in_flight:admit", "fastckpt._api.in_fligh
 STAGE, START = "fastckpt._background.staging:Staging.begin", "fastckpt._background.save_async:Job.start"
 COPY_OUT, ENQUEUE = "fastckpt._tensors.memory:copy_out", "fastckpt._tensors.movers:Sources.enqueue"
 WAIT_FOR_COPY = "fastckpt._background.gate:Gate.wait"
+WAIT_FOR_EVENT = "fastckpt._api.event:Event.wait"
 HOLD_STEPS, HOLD_STREAMS = "fastckpt._background.guard:hold_steps", "fastckpt._tensors.movers:Copies.hold_streams"
 #: Bytes go from a device and to it.
 FILL, PUT = "fastckpt._tensors.movers:Sources.fill", "fastckpt._tensors.movers:Sinks.drain"

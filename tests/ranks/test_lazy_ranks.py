@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import distributed
-from harness import needs, parallel
+from harness import needs, parallel, points
 from harness.internals import RanksJob, Staging
 from harness.options import grouped
 
@@ -63,12 +64,28 @@ def step_at_once(path):
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
+    waits, this = threading.Event(), threading.get_ident()
+
+    def noted(wait):
+        def instead(*args):
+            if threading.get_ident() == this:
+                waits.set()
+            return wait(*args)
+
+        return instead
+
+    def let_copy():
+        waits.wait(60)
+        time.sleep(0.3)
+        copy.set()
+
     with held(RanksJob, "_write") as write, held(Staging, "_copy_late") as copy:
         first = distributed.save_async({"n": 1}, f"{path}-first", **grouped(options))
         pending = distributed.save_async({**mine, "n": 1}, path, **grouped({**options, "lazy": True}))
         phase = pending.progress().phase
-        threading.Timer(0.3, copy.set).start()
-        optimizer.step()
+        threading.Thread(target=let_copy).start()
+        with points.replaced(points.WAIT_FOR_EVENT, noted):
+            optimizer.step()
         waited = copy.is_set(), first.done(), pending.progress().phase
         stepped = [bool((mine[name].detach() == 0).all()) for name in mine]
         # Ranks compare the copies.
