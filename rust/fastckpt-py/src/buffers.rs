@@ -33,9 +33,9 @@ pub(crate) fn content(
     if address != 0 || nbytes == 0 {
         // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
         // alive until the call returns, or for a rank's save its `close`; a save with a deadline, which may go on after
-        // that, holds what keeps it alive (`keep`) until it ends. No `Source` is read after that. Other threads may write
-        // to it meanwhile; one that resizes its storage breaks the contract (docs/design.md, Memory). The core counts the
-        // bytes from dtype and shape. That count was compared with the size, so it cannot make the memory longer.
+        // that, holds what keeps it alive (`keep`) until it ends. No `Source` is read after that. Other threads may
+        // write to it meanwhile, the core never; one that resizes its storage breaks the contract (docs/design.md,
+        // Memory). The core counts bytes from dtype and shape, and the count was compared with the size.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let fill = fill.cloned().ok_or_else(no_callback)?;
@@ -45,7 +45,7 @@ pub(crate) fn content(
 /// Memory of `nbytes` bytes at `address`, to be summed within one call.
 pub(crate) fn summed(address: usize, nbytes: usize) -> Source {
     // SAFETY: the Python side passes the address and size of a contiguous buffer that it holds until the call returns.
-    // The source does not outlive the call.
+    // The source does not outlive the call, and the core only reads it.
     unsafe { Source::new(address as *const u8, nbytes) }
 }
 

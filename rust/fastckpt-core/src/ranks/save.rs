@@ -176,11 +176,8 @@ impl RankSave {
     fn begin(&self, path: &Path, workspace: impl FnOnce() -> Result<Workspace>) -> Result<Open> {
         let created = since_1970();
         let operation = self.options.operation(Kind::Save, path);
-        let workspace = workspace();
-        if workspace.is_err() {
-            operation.end(telemetry::outcome(&workspace));
-        }
-        Ok(Open { workspace: workspace?, operation, created })
+        let workspace = workspace().inspect_err(|error| operation.end(Err(error.errno())))?;
+        Ok(Open { workspace, operation, created })
     }
 
     /// Sums the cells that this rank and others hold; `sum_of` is called for whole parts that are not in host memory.
@@ -211,12 +208,9 @@ impl RankSave {
             let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
             let made = self.prepared().workspace.take();
             let open = self.begin(path, || made.map_or_else(|| Workspace::create(path, overwrite), Ok))?;
-            let outcome = LinkedShards::name_linked_shards(&open.workspace, &self.table.plan)
-                .and_then(|()| self.allocate_own(&open.workspace, progress));
-            if outcome.is_err() {
-                open.operation.end(telemetry::outcome(&outcome));
-            }
-            outcome?;
+            LinkedShards::name_linked_shards(&open.workspace, &self.table.plan)
+                .and_then(|()| self.allocate_own(&open.workspace, progress))
+                .inspect_err(|error| open.operation.end(Err(error.errno())))?;
             let name = open.workspace.temporary().to_owned();
             *next = Stage::Open(open, work);
             Ok(name)
@@ -236,11 +230,8 @@ impl RankSave {
     pub fn allocate(&self, progress: Progress<'_>) -> Result<()> {
         self.step(|stage, next| {
             let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
-            let outcome = self.allocate_own(&open.workspace, progress);
-            if outcome.is_err() {
-                open.operation.end(telemetry::outcome(&outcome));
-            }
-            outcome?;
+            self.allocate_own(&open.workspace, progress)
+                .inspect_err(|error| open.operation.end(Err(error.errno())))?;
             *next = Stage::Open(open, work);
             Ok(())
         })

@@ -70,8 +70,8 @@ impl Fold {
         assert!(to.as_ref().is_none_or(|to| to.len() == len), "a copy has two sides of one length");
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `self` says that the processor has what `fold` is compiled for. By the contract of `Bytes`, `len` bytes
-        // are readable, and none of them is in a `&mut`: so not in `to`, if that is given, which is borrowed for this
-        // call, has as many bytes, and is theirs alone.
+        // are readable, and no `&mut` has one of them, so not `to`. That, if it is given, has as many bytes, and is
+        // borrowed for this call alone.
         return unsafe { fold(from.pointer(), len, to.map(<[u8]>::as_mut_ptr), keys) };
         #[cfg(not(target_arch = "x86_64"))]
         unreachable!("`new` makes none for {keys:?}");
