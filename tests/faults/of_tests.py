@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -18,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
     """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or one."""
     report = run.place / "report.xml"
-    command = ["env", "FASTCKPT_TEST_RUNS=all", *under, sys.executable, "-m", "pytest", "-q"]
-    command += ["-x" if run.most == 1 else "--maxfail=10"]
+    command = [*under, sys.executable, "-m", "pytest", "-q", "-x" if run.most == 1 else "--maxfail=10"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     command += [f"--basetemp={run.place / 'tmp'}", *options]
-    done = subprocess.run([*command, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    all_runs = os.environ | {"FASTCKPT_TEST_RUNS": "all"}
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=all_runs, stdout=subprocess.PIPE, text=True, check=False)
     if not report.exists():
         raise AssertionError(f"pytest: exit {done.returncode}: {done.stdout[-2000:]}")
     for case in ET.parse(report).iter("testcase"):

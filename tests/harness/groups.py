@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import builtins
 import contextlib
+import os
 import pickle
 import signal
 import sys
@@ -110,6 +111,20 @@ class Outcome:
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+
+def told_of(outcomes: Sequence[Outcome], rank: int, number: int) -> None:
+    """Assert that one rank has raised the error of its storage, and that the others name that rank alone."""
+    for each in outcomes:
+        assert each.kind == "raised", each
+        if each.rank == rank:
+            assert "OSError" in each.raised.bases, each.raised.trace
+            assert each.raised.errno == number
+        else:
+            assert each.raised.kind == "RanksError", each.raised.trace
+            assert [failure[0] for failure in each.raised.failures] == [rank]
+            assert os.strerror(number) in each.raised.text
+            assert "nothing was committed" in each.raised.text
 
 
 class FailedError(AssertionError):

@@ -1,16 +1,17 @@
 """The files that all ranks write together are those that one process writes, however the state is spread."""
 
+import errno
 import hashlib
 import json
 import os
-import time
 
 import pytest
 
 import fastckpt
 from fastckpt import distributed
 from harness import needs, parallel, points
-from harness.groups import FailedError, Strike
+from harness.groups import FailedError, Strike, told_of
+from harness.machines import wait_until
 from harness.parallel import dist, torch
 
 SPREAD = [
@@ -239,16 +240,7 @@ def save_dtensor(path, timeout):
     distributed.save(state, path, files=fastckpt.Files(shard_size=1), ranks=distributed.Ranks(timeout=timeout))
 
 
-FULL = OSError(28, "No space left on device")
-
-
-def told_of_a_full_disk(outcomes, struck):
-    """One rank has the error of its storage, and the others name that rank alone."""
-    assert outcomes[struck].raised.errno == 28
-    others = [each for each in outcomes if each.rank != struck]
-    assert all(each.raised.kind == "RanksError" for each in others), outcomes
-    assert all([failure[0] for failure in each.raised.failures] == [struck] for each in others), outcomes
-    assert all("No space left" in each.raised.text for each in others)
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +250,7 @@ def test_an_error_of_one_rank_reaches_all_ranks(forge, tmp_path, where, struck):
     fastckpt.save({"old": 1}, tmp_path / "c")
     with forge.group(4) as group:
         group.start(save_dtensor, tmp_path / "c", 30, strike=Strike(struck, where, signal=FULL))
-        told_of_a_full_disk(group.outcomes(), struck)
+        told_of(group.outcomes(), struck, FULL.errno)
         assert fastckpt.load(tmp_path / "c") == {"old": 1}
         group.run(save_dtensor, tmp_path / "c", 30)
     assert fastckpt.verify(tmp_path / "c").ok
@@ -268,25 +260,20 @@ def test_an_error_of_one_rank_reaches_all_ranks(forge, tmp_path, where, struck):
 def save_into_nothing(path):
     """The first rank fails when another one has joined, which allocates its files when the directory has gone."""
 
-    def until(condition):
-        deadline = time.monotonic() + 25
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     def allocate_late(allocate):
         def instead(*args):
             (path.parent / "joined").touch()
-            until(lambda: names(path.parent) == ["c", "joined"])
+            wait_until(lambda: names(path.parent) == ["c", "joined"], 25)
             return allocate(*args)
 
         return instead
 
-    def fail(allocation):
+    def fail(meet):
         def instead(*args, **kwargs):
             if not dist.get_rank() and args[1] == "joined":
-                until((path.parent / "joined").exists)
+                wait_until((path.parent / "joined").exists, 25)
                 raise FULL
-            return allocation(*args, **kwargs)
+            return meet(*args, **kwargs)
 
         return instead
 
@@ -298,7 +285,7 @@ def test_a_rank_that_finds_the_directory_gone_is_no_cause(forge, tmp_path):
     fastckpt.save({"old": 1}, tmp_path / "c")
     with forge.group(2) as group:
         group.start(save_into_nothing, tmp_path / "c")
-        told_of_a_full_disk(group.outcomes(), 0)
+        told_of(group.outcomes(), 0, FULL.errno)
     assert fastckpt.load(tmp_path / "c") == {"old": 1}
     assert names(tmp_path) == ["c", "joined"]
 

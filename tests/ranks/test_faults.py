@@ -426,20 +426,6 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
     assert which(path) == 3
 
 
-def told_of(outcomes: list[groups.Outcome], rank: int, number: int) -> None:
-    """One rank has the error of its storage, and the others are told of it."""
-    for each in outcomes:
-        assert each.kind == "raised", each
-        if each.rank == rank:
-            assert "OSError" in each.raised.bases, each.raised.trace
-            assert each.raised.errno == number
-        else:
-            assert each.raised.kind == "RanksError", each.raised.trace
-            assert [failure[0] for failure in each.raised.failures] == [rank]
-            assert os.strerror(number) in each.raised.text
-            assert "nothing was committed" in each.raised.text
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(("call", "error"), [("pwrite64", "ENOSPC"), ("pwrite64", "EIO"), ("fdatasync,fsync", "EIO")])
 def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
@@ -451,7 +437,7 @@ def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
         inject = strace.injection(call, f"error={error}", "1+")
         with strace.attached(group.children[rank].pid, tmp_path / "log", call, inject):
             group.start(_save, str(path), 2, 60.0, io="threads")
-            told_of(group.outcomes(90), rank, getattr(errno, error))
+            groups.told_of(group.outcomes(90), rank, getattr(errno, error))
         assert which(path) == 1
         assert [each.name for each in path.parent.iterdir()] == ["c"]
         group.run(_save, str(path), 3, 60.0, io="threads")
@@ -463,7 +449,7 @@ def test_a_full_disk_fails_before_a_byte_is_written(forge):
     with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
         (point / "other").write_bytes(bytes(1_000_000))
         group.start(_save, str(point / "c"), 1, 60.0)
-        told_of(group.outcomes(90), 0, errno.ENOSPC)
+        groups.told_of(group.outcomes(90), 0, errno.ENOSPC)
         assert [each.name for each in point.iterdir()] == ["other"]
         (point / "other").unlink()
         group.run(_save, str(point / "c"), 2, 60.0)
