@@ -5,7 +5,7 @@
 Each rank calls ``should_save`` at the end of steps that only sleep, in two ways: with policies that let ranks pass most
 boundaries without asking each other (``Every(steps=...)`` and a signal to listen for), and with a policy of the
 caller's, for which they ask at each. All ranks meet before each boundary, so their waits for each other do not
-count. Rank 0 prints the microseconds of a boundary, and those of a step beside it.
+count. Rank 0 prints the microseconds that a boundary and a step take.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Result:
         self.found |= {"bars": [], "notes": [], "tables": [], "failed": ""}
 
     def put(self, **more: Any) -> None:
-        """Add these results, or replace those of the same names."""
+        """Add these results, and replace earlier results with the same names."""
         self.found |= more
         if self.options.json:
             # A kill during the write leaves the old file.

@@ -1,4 +1,4 @@
-"""What ``auto`` chooses on several kinds of nodes, and its speed beside the best setting by hand.
+"""Compares the defaults on several kinds of nodes with the best setting by hand.
 
     sudo python benchmarks/nodes.py --size 0.25 --rounds 5 --markdown
 
@@ -9,8 +9,8 @@ ranks together save a state of ``--size``, each its share to its own path, and l
 one checkpoint as large as a share (``same``). They do so with each setting of ``SETTINGS``, which take turns; then the
 fastest of them takes turns with the defaults. An operation lasts as long as its slowest rank. Figures are medians
 over the rounds; the page cache is dropped before each load. ``GB/s`` is the rate of all ranks together. ``of
-best`` is the rate of the defaults divided by that of the fastest setting. On a busy machine it means little;
-the choices do not depend on that.
+best`` divides the rate of the defaults by that of the fastest setting. A busy machine distorts it, but not the
+choices.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Dcp(Contender):
     def __init__(self) -> None:
         import torch.distributed.checkpoint as dcp
 
-        # It warns that there is no process group, as no_dist requests.
+        # no_dist saves without a process group, and torch warns about that.
         warnings.simplefilter("ignore")
         self.library = dcp
 

@@ -1,4 +1,4 @@
-"""What a save from a device and a load to it cost Python and the processor: counts, which need no GPU."""
+"""Counts what saves from a device and loads to it cost in Python calls and CPU time. Needs no GPU."""
 
 from __future__ import annotations
 

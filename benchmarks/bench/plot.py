@@ -109,8 +109,8 @@ def bars(path: Path, results: Results, heading: str) -> None:
 def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
     """Draw one panel for each entry: ``title``, ``x`` and ``y`` (labels), ``log`` and ``lines``.
 
-    Lines are points, pairs of x and y, by ``(who, what)``: who has a colour, what a dash. If x are words, they stand
-    at equal distances. ``log`` names the axes that are logarithmic: ``x``, ``xy`` or nothing.
+    ``lines`` maps ``(contender, quantity)`` to points (x, y). Each contender has a colour, each quantity a dash. Words
+    on the x axis stand at equal distances. ``log`` names the logarithmic axes: ``x``, ``xy`` or nothing.
     """
     plt = pyplot()
     columns = min(2, len(panels))

@@ -80,7 +80,7 @@ def save_dcp_hf(state: State, path: str) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    # Files of 5 GB at most, like those of fastckpt and transformers, and a thread for each.
+    # Files of at most 5 GB, as fastckpt and transformers write them, and one thread per file.
     limit, index, filled = 5 * 10**9, 1, 0
     indices = {}
     for name, tensor in state.items():

@@ -106,7 +106,7 @@ class _Cutting(DefaultSavePlanner):
 
 
 def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
-    """The state of each rank: its local tensors equal those of any other rank."""
+    """The state of each rank. The local tensors are the same on all ranks."""
     mesh = init_device_mesh("cpu", (ranks,))
     size = torch.Size([rows * ranks, COLUMNS])
     model = {

@@ -5,7 +5,7 @@ The model has 70 billion parameters in bfloat16, a copy of them in float32 and t
 have a row with teams. Up to 1,024 ranks they have another row without, and the last row is for a format with one file
 for each rank. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that
 is in whole grains of 4 MiB with one writer each. The bytes that travel are given as a multiple of the state, and those
-of the busiest rank as a multiple of the mean. A plan's time and memory (this process's peak) are those of one rank.
+of the busiest rank as a multiple of the mean. A plan's time, and memory (this process's peak), are for one rank.
 """
 
 from __future__ import annotations
