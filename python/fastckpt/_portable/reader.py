@@ -399,7 +399,7 @@ class _Job:
         damage: list[DamagedRange] | None = None,
     ) -> None:
         if io == "direct":
-            raise OSError(errno.EINVAL, f'direct I/O was requested, but {reader.files.fallback}: give io="auto"')
+            raise OSError(errno.EINVAL, f'direct I/O was requested, but {reader.files.fallback}; use io="auto"')
         self._began = time.perf_counter()
         self._reader = reader
         self._fallback = None if io in ("auto", "buffered") else reader.files.fallback
