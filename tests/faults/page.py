@@ -72,9 +72,9 @@ def page(document: dict[str, Any]) -> str:
 
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
-_MUTANTS = """A campaign that finds nothing may be blind. So fastckpt is built with one guard removed at a time, and
-the rows must detect each mutant. Each is caught. The file system decides when a missing sync shows: that of a shard,
-whose blocks are allocated beforehand, at once on btrfs, but on ext4 and XFS only if the device completes late.
+_MUTANTS = """A campaign that finds nothing may be blind. So fastckpt is built with one guard removed at a time, and the
+rows must detect each mutant. Each is caught. The file system decides when a missing sync shows: for a shard, whose
+blocks are allocated beforehand, at once on btrfs, but on ext4 and XFS only if the device completes late.
 """
 
 
