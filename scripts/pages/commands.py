@@ -1,4 +1,4 @@
-"""A page with the output of `--help` of every command."""
+"""A page with the `--help` output of every command."""
 
 from __future__ import annotations
 
