@@ -9,9 +9,9 @@ process (``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``ki
 durable checkpoint stays, and ``--resume`` continues from it. SIGTERM saves the step and ends the run.
 
 With the same number of ranks, a resumed run on CPUs repeats the losses of an undisturbed one to the last bit. With
-another number, sums have another order, so the losses agree except for rounding. The data does not depend on the
-number of ranks: a step uses one global batch, and each rank a slice of it. Only the states of the random generators
-differ by rank; they are saved with ``per_rank=``.
+another number of ranks, sums have another order, so the losses agree except for rounding. The data does not depend on
+the number of ranks: a step uses one global batch, and each rank a slice of it. Only the states of the random
+generators differ by rank; they are saved with ``per_rank=``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Training:
         return {"cpu": torch.get_rng_state(), "device": device}
 
     def resume(self, manager: fastckpt.Manager) -> None:
-        """Fill this rank's parts from the newest checkpoint that verifies, of any number of ranks."""
+        """Fill this rank's parts from the newest checkpoint that verifies, whatever number of ranks saved it."""
         # The tensors of the model are filled in place.
         found = manager.restore(into=self.state_dict())
         if found is None:

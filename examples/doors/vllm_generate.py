@@ -1,6 +1,6 @@
 """Generate text with vLLM from a training checkpoint: vllm_generate.py CHECKPOINT [PROMPT].
 
-It has NOT been run with vLLM, which needs a GPU (docs/guides/vllm.md).
+This program has NOT been run with vLLM, which needs a GPU (docs/guides/vllm.md).
 """
 
 import sys

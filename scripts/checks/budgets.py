@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: Lines of a function.
+#: The most lines that a function may have.
 LONGEST = 60
 #: A private module of the package, or a private name imported from it; ``__version__`` and its like are public.
 PRIVATE = re.compile(r"\bfastckpt(?:\.\w+)*\._(?!_)\w|\bfrom fastckpt(?:\.\w+)* import (?:\([^)]*|[^\n(]*)\b_(?!_)\w")
@@ -41,7 +41,7 @@ def is_product(file: Path) -> bool:
 
 
 def sizes(folders: list[str]) -> dict[str, int]:
-    """For each folder the lines below it, without those of a deeper folder in the list."""
+    """The number of lines below each folder, without those of deeper folders in the list."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     found = dict.fromkeys(folders, 0)
     for name in map(Path, listed.stdout.splitlines()):
@@ -86,7 +86,7 @@ def main() -> int:
     long = [*long_functions(list(budgets))]
     print(*long, sep="\n", end="\n" * bool(long))
     private, most = private_tests(), document["tool"]["fastckpt"]["private-tests"]
-    over = f" OVER: use the public API or the harness, or the unit tests of the room: {private}"
+    over = f" OVER: use the public API or the harness, or the unit tests of the folder: {private}"
     print(f"{'tests that name private modules':40} {len(private):6} of {most:6}{over if len(private) > most else ''}")
     return int(len(private) > most or bool(long) or any(lines > budgets[folder] for folder, lines in found.items()))
 

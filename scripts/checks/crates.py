@@ -104,7 +104,7 @@ def texts(crates: list[Crate]) -> str:
     names, shown = defaultdict(list), {}
     for one in crates:
         for text in _texts(one):
-            # Many differ only in spaces.
+            # Many licence texts differ only in spaces.
             words = " ".join(text.split())
             shown.setdefault(words, "\n".join(line.rstrip() for line in text.splitlines()))
             names[words].append(f"{one.name} {one.version}")

@@ -1,7 +1,7 @@
 """The reference of the Python API: a page for each public module, with each public name that it has.
 
-``tests/api/surface.txt`` lists the names, and a test holds it against the package. What the pages say comes from the
-docstrings and signatures, by Sphinx's autodoc.
+``tests/api/surface.txt`` lists the names, and a test compares the list with the package. Sphinx's autodoc takes the
+text of the pages from docstrings and signatures.
 """
 
 from __future__ import annotations

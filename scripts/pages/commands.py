@@ -1,4 +1,4 @@
-"""A page with the `--help` of every command, as it prints it."""
+"""A page with the `--help` output of every command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pages() -> dict[str, str]:
     """The page, by its path."""
     whole = _help("fastckpt")
     listed = whole.partition("COMMAND")[2]
-    commands = [command for command in _COMMAND.findall(listed) if command != "top"]  # which has a program of its own
+    commands = [command for command in _COMMAND.findall(listed) if command != "top"]  # which is a separate program
     sections = [_section(f"fastckpt {command}", _help("fastckpt", command)) for command in commands]
     last = _section("fastckpt-top", _help("fastckpt-top"))
     return {"commands.md": "\n".join([_HEAD, _section("fastckpt", whole), *sections, last])}

@@ -13,9 +13,9 @@ from . import api, commands, examples
 
 ROOT = Path(__file__).parents[2]
 HOME = "README.md"
-#: Pages that are made: each function gives texts by their files. The first is the page of the tree.
+#: Pages that are generated: each function returns texts by file. The first file is the page in the tree.
 MADE = {"made:api": api.pages, "made:commands": commands.pages, "made:examples": examples.pages}
-#: Folders of the repository that pages link to, and are no entries of the tree.
+#: Folders of the repository to which pages link, but which are not entries of the tree.
 FOLDERS = {"docs/guides": "use-with.md", "docs/migrate": "migrate.md", "examples/doors": "examples.md"}
 #: The target of a link, without its anchor.
 _TARGET = re.compile(r"(?<=\]\()[^()\s#]+(?=[#)])")
@@ -38,7 +38,7 @@ def tree() -> list[Section]:
 
 
 def place(page: str) -> str:
-    """The file in the sources for one of the repository: those of docs/ as they lie there, others by their names."""
+    """The file in the sources for a file of the repository: files of docs/ keep their paths, others their names."""
     if page == HOME:
         return "index.md"
     if page.startswith("docs/"):
@@ -90,7 +90,7 @@ def _relinked(page: str, places: dict[str, str], to: Path) -> str:
     def target(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), match[0]))
         if path not in places and not (ROOT / path).is_file():
-            return match[0]  # an address, or broken: Sphinx says so
+            return match[0]  # an address, or a broken link, which Sphinx reports
         if path not in places:  # a picture, or a file to take along
             copy = to / place(path)
             copy.parent.mkdir(parents=True, exist_ok=True)

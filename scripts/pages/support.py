@@ -1,8 +1,8 @@
 """The page docs/support.md, from docs/support.json: what ran, where and when. ``scripts/matrix --record`` writes both.
 
 The file has sections, and in each rows: ``name``, ``what``, ``result`` (one of RESULTS), ``date`` of the last run or
-None, ``on`` (kernel, machine, versions), ``ran`` (what ran, or why nothing did). The rows of scripts/matrix have their
-names there; of the others a person writes what is known.
+None, ``on`` (kernel, machine, versions), ``ran`` (what ran, or why nothing did). scripts/matrix writes the rows that
+have the names of its own rows; a person writes the others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parents[2] / "docs" / "support.json"
-#: What a row may say; ``part``: some of it ran, and the row says which; ``no``: it is refused, or does not work.
+#: The possible results; ``part``: the row names the part that ran; ``no``: it is refused, or does not work.
 RESULTS = ("passed", "part", "failed", "not run", "no")
 
 _HEAD = """# What ran, and what did not
 
-For those who decide: on which systems fastckpt has run, when for the last time, and where nobody has tried it.
-[Versions](compatibility.md) has what is promised.
+For those who decide: on which systems fastckpt has run, when it last ran there, and where nobody has tried it.
+[Versions](compatibility.md) lists what is promised.
 
 `scripts/matrix --record` writes this page and its data, [support.json](support.json), for its own
 rows; the others are entered by hand. A row keeps its last run. **part**: only what the row names ran. **no**: refused.
@@ -26,7 +26,7 @@ rows; the others are entered by hand. A row keeps its last run. **part**: only w
 
 
 def record(name: str, *, result: str, date: str, on: str, ran: str, data: Path = DATA) -> None:
-    """Put a run in the place of the row's last one, and write the page; nothing that did not run replaces a run.
+    """Replace the row's last run with this one, and write the page. A run is never replaced with ``not run``.
 
     Raises:
         KeyError: the file has no such row.
