@@ -24,7 +24,7 @@ pub enum Error {
     Corrupt {
         /// The damaged file.
         path: PathBuf,
-        /// What was found.
+        /// What is wrong with the file.
         what: String,
     },
     /// The directory at the path was not written by fastckpt.
@@ -73,7 +73,7 @@ pub enum Error {
     Hangs {
         /// The operation that does not end, as a verb phrase.
         operation: &'static str,
-        /// The file or directory of that operation.
+        /// The file or directory on which the operation hangs.
         path: PathBuf,
         /// For how many seconds the operation has not ended.
         seconds: f64,

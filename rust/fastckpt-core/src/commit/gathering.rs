@@ -369,7 +369,7 @@ mod tests {
         drop(gathering);
         assert_eq!(state(), [("c".to_owned(), State::Dead)]);
         assert!(remove_leftover(parent.path(), &name, false).unwrap());
-        // A directory of that name whose maker was killed at once, and then one of another program.
+        // A directory whose maker was killed right after `mkdir`, and then a directory of another program.
         std::fs::create_dir(parent.path().join(&name)).unwrap();
         assert_eq!(state(), [("c".to_owned(), State::Dead)]);
         std::fs::write(parent.path().join(&name).join("mine"), "").unwrap();

@@ -111,16 +111,16 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
 /// The state of a temporary directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Its writer is alive.
+    /// The writer is alive.
     Alive,
-    /// Not needed: the next save into this directory removes it.
+    /// The directory is not needed: the next save into this directory removes it.
     Dead,
     /// Its writer may be alive: nothing here proves that it is dead.
     Unknown,
     /// The only copy of an old checkpoint, or the workspace that belongs to that copy. Either a commit is between its
     /// two renames, or the successor was removed.
     Kept,
-    /// Not created by fastckpt: something that was put in the way of a save.
+    /// fastckpt did not create the directory, which is in the way of a save.
     Foreign,
 }
 

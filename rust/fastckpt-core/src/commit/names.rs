@@ -150,7 +150,7 @@ impl<'a> Temporary<'a> {
         compose(self.stem, Kind::Tmp, self.workspace)
     }
 
-    /// A new name for it, made by this process.
+    /// A new name for the directory, made by this process.
     pub(super) fn renamed(&self, kind: Kind) -> OsString {
         compose(self.stem, kind, workspace().as_bytes())
     }

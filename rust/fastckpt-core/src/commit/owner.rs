@@ -32,7 +32,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// This process.
+    /// The owner that names this process.
     pub(super) fn myself() -> Self {
         static BOOT: OnceLock<u64> = OnceLock::new();
         let boot = *BOOT.get_or_init(|| {
@@ -95,7 +95,7 @@ pub(super) enum Life {
     Alive,
     /// The writer is provably dead.
     Dead,
-    /// Nothing proves here that the writer is alive or dead.
+    /// This host has no proof that the writer is alive or dead.
     Unknown,
 }
 

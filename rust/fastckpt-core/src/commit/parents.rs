@@ -99,7 +99,7 @@ fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a directory in the file system of `directory` could have this name.
+/// Fails if `name` is too long for a directory in the file system of `directory`.
 pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error @ Errno::NAMETOOLONG) => Err(error),

@@ -108,7 +108,7 @@ impl Workspace {
     }
 
     /// Gives the directory the mode of the directory that it replaced, if that mode denies access even to the owner.
-    /// Until now, the owner had to write to it.
+    /// Earlier, the owner had to write to the directory.
     fn close_to_others(&self, mode: Option<u32>) -> Result<()> {
         if let Some(mode) = mode.filter(|mode| mode & OWNER != OWNER) {
             // This fails if the file system has no modes.

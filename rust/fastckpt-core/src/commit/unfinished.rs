@@ -84,7 +84,7 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     destroy(parent, &garbage, expected)
 }
 
-/// Removes from `parent` what is left of copies that ended between the commit and the clean-up.
+/// Removes from `parent` the remains of copies that ended between the commit and the clean-up.
 pub(super) fn sweep_finished(parent: BorrowedFd<'_>) {
     for found in unfinished(parent).unwrap_or_default() {
         if !is_finished(parent, &found) {

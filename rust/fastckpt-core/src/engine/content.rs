@@ -86,7 +86,7 @@ pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u
 }
 
 impl Push {
-    /// A destination with a separate callback, which takes the bytes from a start on.
+    /// A destination with a callback of its own, which takes bytes that begin at a given start.
     pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
         Self { drain: Arc::new(drain), index: 0 }
@@ -127,7 +127,7 @@ pub enum Destination {
 }
 
 impl Content {
-    /// A tensor with a separate callback, which copies the bytes from a start on.
+    /// A tensor with a callback of its own, which copies bytes that begin at a given start.
     pub fn each(copy: impl Fn(u64, &mut [u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let fill = move |all: &mut [Pulled<'_>]| all.iter_mut().try_for_each(|one| copy(one.start, one.to));
         Self::Pull(Pull { fill: Arc::new(fill), index: 0 })

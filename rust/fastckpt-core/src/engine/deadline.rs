@@ -26,7 +26,7 @@ const NOTABLE: Duration = Duration::from_secs(10);
 
 /// What a job sends to its caller.
 enum Word<T> {
-    /// A sign of life. It needs an answer.
+    /// The progress of the job. The caller must answer it.
     Done(u64, u64),
     /// The end of the job.
     End(Result<T>),

@@ -36,7 +36,7 @@ pub enum Io {
     Threads,
     /// Direct I/O or an error: `io_uring`, else blocking calls.
     Direct,
-    /// Through the page cache.
+    /// I/O through the page cache.
     Buffered,
 }
 

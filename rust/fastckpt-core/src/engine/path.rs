@@ -7,7 +7,7 @@ pub enum IoPath {
     ZeroCopy,
     /// Direct I/O through a staging buffer.
     Staged,
-    /// Through the page cache.
+    /// I/O through the page cache.
     Buffered,
 }
 

@@ -71,7 +71,7 @@ impl Fallback {
     }
 }
 
-/// What ran: how the workers of one operation moved its blocks.
+/// How the workers of one operation moved its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ran {
     /// The engine.
@@ -129,6 +129,6 @@ pub struct Damage {
     pub len: u64,
     /// The tensor that these bytes belong to, if any.
     pub tensor: Option<String>,
-    /// What was found.
+    /// What is wrong with the bytes.
     pub reason: String,
 }

@@ -134,7 +134,7 @@ impl From<Unpacked<'_>> for TensorEntry {
 }
 
 impl TensorEntry {
-    /// This entry in another shard.
+    /// Returns this entry with another shard.
     #[must_use]
     pub fn in_shard(self, shard: usize) -> Self {
         Self { shard: u32::try_from(shard).unwrap_or(u32::MAX), ..self }

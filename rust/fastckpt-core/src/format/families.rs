@@ -28,9 +28,9 @@ pub struct Reuse<'a> {
 
 /// A shard of a group.
 pub(super) enum Member {
-    /// One of [`Reuse::linked`].
+    /// A linked shard: its index in [`Reuse::linked`].
     Linked(usize),
-    /// These tensors, in the order of their names.
+    /// A shard with these tensors, in the order of their names.
     Tensors(Vec<usize>),
 }
 

@@ -33,7 +33,7 @@ impl<'a> From<&'a str> for Text<'a> {
 }
 
 impl<'a> Text<'a> {
-    /// Its length in bytes, without escapes.
+    /// The length of the text in bytes, without escapes.
     pub(super) fn len(&self) -> usize {
         self.len
     }

@@ -67,9 +67,9 @@ pub struct Body {
 /// The program that wrote a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Writer {
-    /// Its name.
+    /// The name of the program.
     pub name: String,
-    /// Its version.
+    /// The version of the program.
     pub version: String,
 }
 

@@ -36,7 +36,7 @@ impl Base {
     }
 }
 
-/// See the module.
+/// The part of one rank in linking the files of an earlier checkpoint. See the module.
 pub struct RankBase {
     table: Arc<Table>,
     rank: u32,
@@ -57,7 +57,7 @@ pub(super) struct Prepared {
 const ORDER: &str = "open or know the base once, then compare, take and lay out";
 
 impl RankBase {
-    /// For `rank`, whose memory is `held`. `table` is the layout of a save that links nothing.
+    /// The base for `rank`, whose memory is `held`. `table` is the layout of a save that links nothing.
     pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
         let duties = Arc::new(table.share.duties(rank, Purpose::Save)?);
         held.check(&duties)?;
@@ -110,7 +110,7 @@ impl RankBase {
     }
 
     /// For the coordinator: creates the workspace for a save to `path`, and links the files that are unchanged on all
-    /// ranks. Returns the message for the others. Problems with the base become warnings, and more is written.
+    /// ranks. Returns the message for the other ranks. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,

@@ -57,7 +57,7 @@ pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Re
     checkpoint.compare(&sums)
 }
 
-/// See the module.
+/// The load of one rank. See the module.
 pub struct RankLoad {
     checkpoint: Arc<Checkpoint>,
     mail: Arc<Mail>,

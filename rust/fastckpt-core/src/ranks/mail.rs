@@ -50,7 +50,7 @@ pub const fn on_the_way(bytes: u64) -> u64 {
     bytes + SUM as u64
 }
 
-/// See the module.
+/// The messages of one rank and their buffers. See the module.
 pub struct Mail {
     outgoing: Vec<Outgoing>,
     incoming: Vec<Envelope>,

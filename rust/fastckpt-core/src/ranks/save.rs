@@ -74,7 +74,7 @@ enum Stage {
     Ended,
 }
 
-/// See the module. A method refuses while another one runs, except [`RankSave::close`], which stops the other one.
+/// The save of one rank. A method refuses while another method runs, except [`RankSave::close`], which stops it.
 #[derive(Debug)]
 pub struct RankSave {
     table: Arc<Table>,

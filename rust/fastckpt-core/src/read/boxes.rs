@@ -9,7 +9,7 @@ use crate::sys::strided::{Axis, Rows};
 pub struct Along {
     /// The first index.
     pub start: u64,
-    /// The index after the last one.
+    /// The index after the last index.
     pub stop: u64,
     /// The distance from one index to the next, at least 1.
     pub step: u64,

@@ -32,7 +32,7 @@ const AHEAD: usize = 16;
 pub(super) enum Outcome {
     /// The first damage ends the operation.
     Raise,
-    /// All damage is recorded.
+    /// All damage is recorded, and the operation continues.
     Collect(Mutex<Vec<Damage>>),
 }
 

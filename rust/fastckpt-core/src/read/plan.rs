@@ -141,7 +141,7 @@ pub(super) struct ReadBlock {
 /// Bytes in the staging buffer of a block that a callback takes.
 pub(super) struct Due {
     pub(super) to: Push,
-    /// As in [`PieceDestination::Push`].
+    /// The rows, as in [`PieceDestination::Push`].
     pub(super) rows: Option<(Arc<Rows>, u64)>,
     /// First byte, counted in the tensor.
     pub(super) start: u64,

@@ -139,7 +139,7 @@ pub(super) struct Assembler {
 }
 
 impl Assembler {
-    /// For `units` units that are written with direct I/O, or through the page cache.
+    /// Assembles `units` units that are written with direct I/O, or through the page cache.
     pub(super) fn new(units: usize, direct: bool, zero_copy: Option<bool>) -> Self {
         let straight_crcs = (0..units).map(|_| AtomicU64::new(0)).collect();
         Self { direct, zero_copy, pages: OnceLock::new(), straight_crcs }

@@ -76,7 +76,7 @@ fn provisional(number: usize) -> String {
 }
 
 impl LinkedShards {
-    /// No linked shards yet. Frozen tensors are expected to stay unchanged.
+    /// An empty list of linked shards. Frozen tensors are expected to stay unchanged.
     pub(crate) fn new(state: &State<'_>) -> Self {
         let tensors = 0..state.tensors.len();
         let unchanged = tensors.clone().map(|tensor| state.is_frozen(tensor)).collect();

@@ -29,7 +29,7 @@ pub struct Written {
     /// A single shard of one block that is not durable yet, which [`super::seal`] makes durable. `None` in a process
     /// that joined.
     pub unsynced: Option<Unsynced>,
-    /// What ran.
+    /// How the workers moved the blocks.
     pub ran: Ran,
     /// Seconds spent allocating the files, writing them, and then syncing them.
     pub seconds: [f64; 3],

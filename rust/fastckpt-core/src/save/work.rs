@@ -49,7 +49,7 @@ pub(crate) trait Work: Sync {
     /// The bytes of shard `index` that belong to units.
     fn bytes_of(&self, index: usize) -> u64;
 
-    /// See [`extents`].
+    /// The extents in a unit. See [`extents`].
     fn extents(&self, unit: &Unit) -> impl Iterator<Item = Extent> {
         extents(self.plan(), unit)
     }

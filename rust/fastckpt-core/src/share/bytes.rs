@@ -7,7 +7,7 @@ use super::spread::{Bounds, Groups};
 /// The shape of a tensor that has bytes, in units of whole bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// At least one dimension, none of size zero.
+    /// The size of each dimension: at least one size, and none is zero.
     pub(super) sizes: Vec<u64>,
     /// Bytes of an element.
     pub(super) item: u64,

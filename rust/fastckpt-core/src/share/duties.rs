@@ -132,7 +132,7 @@ impl Share {
 
 /// The tiles of one rank in the tensors of one class.
 pub(super) struct Own {
-    /// Its intervals, in order.
+    /// The intervals of the rank, in order.
     pub(super) intervals: Vec<usize>,
     /// For each section, the number of the cell, the tile and the part of each of the rank's tiles, in order.
     pub(super) tiles: HashMap<u32, Vec<(usize, u32, u32)>>,

@@ -49,7 +49,7 @@ pub struct Message {
     pub phase: u64,
     /// Whether one of the two ranks relays the message for the other.
     pub hop: bool,
-    /// Not empty, in the order of files and offsets.
+    /// The items, at least one, in the order of files and offsets.
     pub items: Vec<Item>,
 }
 
@@ -57,7 +57,7 @@ pub struct Message {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Spot {
     pub(super) shard: usize,
-    /// The first byte of the item in that file.
+    /// The first byte of the item in the file.
     pub(super) offset: u64,
     pub(super) turn: Turn,
     /// Whether the item travels between a relay and a member of its team.
@@ -89,7 +89,7 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// No messages yet, in a job of this many ranks, with windows of this many blocks.
+    /// An empty mailbox for a job of this many ranks, with windows of this many blocks.
     pub(super) fn new(ranks: u32, window: u64) -> Self {
         let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
         Self { full, window, messages: Vec::new(), last: HashMap::new() }

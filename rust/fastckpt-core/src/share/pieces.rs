@@ -133,7 +133,7 @@ mod tests {
         (Share::new(files, 2 * PAGE, tensors, vec![Spread::All], 1).unwrap(), bytes)
     }
 
-    /// All extents, cut at `cuts` of each file.
+    /// The pieces of all extents, cut at `cuts` of each file.
     fn pieces(job: &Share, bytes: &[Vec<u8>], cuts: &[prop::sample::Index]) -> Vec<Piece> {
         let mut found = Vec::new();
         for tensor in 0..job.tensors().len() {

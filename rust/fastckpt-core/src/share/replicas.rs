@@ -18,11 +18,11 @@ use crate::sys::strided::Rows;
 /// compared, because the groups may hold different tensors of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
-    /// Only overlaps.
+    /// Only overlaps are compared.
     Overlaps,
-    /// Samples at places that this number determines; small parts are compared whole.
+    /// Samples are compared, at places that this number determines. Small parts are compared whole.
     Samples(u64),
-    /// Everything.
+    /// Everything is compared.
     All,
 }
 

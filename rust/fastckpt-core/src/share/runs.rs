@@ -6,9 +6,9 @@ use std::ops::Range;
 /// The purpose of duties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// To save. Every byte is written. A grain has one writer ([`super::Share::in_teams`]).
+    /// A save: every byte is written, and a grain has one writer ([`super::Share::in_teams`]).
     Save,
-    /// To load. An extent has one reader, and extents that no rank wants are not read.
+    /// A load: an extent has one reader, and extents that no rank wants are not read.
     Load,
 }
 
@@ -45,9 +45,9 @@ pub(super) struct Owners {
 /// Which ranks relay the pieces of a tensor ([`super::teams`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Relays {
-    /// A member of the team.
+    /// A member of the team relays.
     Team,
-    /// In a load, one of the ranks that want the same piece.
+    /// In a load, one of the ranks that want the same piece relays it.
     Copies,
 }
 

@@ -29,7 +29,7 @@ pub type Bounds = Vec<Range<u64>>;
 pub enum Spread {
     /// Every rank has the whole tensor.
     All,
-    /// These ranks have the whole tensor.
+    /// Each of these ranks has the whole tensor.
     Ranks(Vec<u32>),
     /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
     /// earlier ones left. What remains at the end is the part, in order.

@@ -23,7 +23,7 @@ pub struct Tensor {
     pub name: String,
     /// The number of bytes of the tensor in the file.
     pub stored: u64,
-    /// Its logical shape, to which boxes refer.
+    /// The logical shape of the tensor, to which boxes refer.
     pub shape: Vec<u64>,
     /// The file that holds the tensor.
     pub shard: usize,

@@ -38,7 +38,7 @@ pub(super) struct Teams<'a> {
     load: bool,
     /// The minimum number of ranks of a team, if there are as many.
     least: u32,
-    /// By class.
+    /// The domains of each class.
     domains: HashMap<usize, Domains>,
     /// The team by class, domain and copy.
     known: HashMap<(usize, usize, u32), usize>,
@@ -48,12 +48,12 @@ pub(super) struct Teams<'a> {
 }
 
 impl<'a> Teams<'a> {
-    /// No teams yet, for a save or a load.
+    /// The teams of a save or a load. None is known yet.
     pub(super) fn new(share: &'a Share, load: bool) -> Result<Self> {
         Ok(Self::of_size(share, share.team_size()?, load))
     }
 
-    /// No teams yet, for teams of at least `least` ranks.
+    /// Teams of at least `least` ranks. None is known yet.
     pub(super) fn of_size(share: &'a Share, least: u32, load: bool) -> Self {
         Self {
             share,

@@ -67,9 +67,9 @@ struct Inner {
 /// A part of a state, for a snapshot of parts.
 #[derive(Debug)]
 pub struct Part {
-    /// The source of its bytes.
+    /// The source of the bytes of the part.
     pub content: Content,
-    /// Its size in bytes.
+    /// The size of the part in bytes.
     pub bytes: u64,
     /// Whether the part follows the previous one without a gap, if that one is marked, too. A device copies such parts
     /// in one go.

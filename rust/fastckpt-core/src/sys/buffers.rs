@@ -50,7 +50,7 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Up to `most` buffers of `size` bytes, from the pool.
+    /// A set that takes up to `most` buffers of `size` bytes from the pool.
     #[must_use]
     pub fn own(size: usize, most: usize) -> Self {
         Self { all: Vec::new(), size, most }

@@ -52,7 +52,7 @@ pub struct Hanging {
     pub path: PathBuf,
     /// How long the call has lasted.
     pub since: Duration,
-    /// For how long no other call has ended.
+    /// The time since another call ended, but no longer than `since`.
     pub quiet: Duration,
 }
 

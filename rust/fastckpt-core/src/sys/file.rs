@@ -489,7 +489,7 @@ fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFl
                 // length.
                 unsafe { libc::pwritev(fd, vectors, count, offset) }
             } else {
-                // SAFETY: likewise.
+                // SAFETY: as for `pwritev`.
                 unsafe { libc::pwritev2(fd, vectors, count, offset, flags) }
             }
         }

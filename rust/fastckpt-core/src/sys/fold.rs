@@ -166,7 +166,7 @@ unsafe fn write(to: *mut u8, step: [__m512i; LANES], past: bool) {
             // SAFETY: the lanes are `STEP` bytes together, and each is as aligned as `to`.
             unsafe { _mm512_stream_si512(to, lane) };
         } else {
-            // SAFETY: likewise, and this store needs no alignment.
+            // SAFETY: the lanes are `STEP` bytes together, and this store needs no alignment.
             unsafe { _mm512_storeu_si512(to, lane) };
         }
     }

@@ -68,7 +68,7 @@ extern "C" fn in_child() {
             // SAFETY: a system call on numbers, which is allowed here.
             empty = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         }
-        // SAFETY: likewise. `fd` belongs to an operation of the parent, whose threads are not in this process.
+        // SAFETY: as for `eventfd`. `fd` belongs to an operation of the parent, whose threads are not in this process.
         if empty < 0 || unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
             // There is no descriptor left for the empty one, so `fd` is closed.
             // SAFETY: as above.
@@ -76,7 +76,7 @@ extern "C" fn in_child() {
         }
     }
     if empty >= 0 {
-        // SAFETY: likewise; it was opened above.
+        // SAFETY: a system call on a number, which was opened above.
         unsafe { libc::close(empty) };
     }
 }

@@ -10,7 +10,7 @@ use super::mapping::Stretch;
 use super::memory::{Bytes, Region, Source};
 use super::slabs::Slab;
 
-/// One stretch.
+/// One stretch of the memory of an operation.
 #[derive(Debug)]
 pub enum Part {
     /// Bytes of the operation's staging buffer.

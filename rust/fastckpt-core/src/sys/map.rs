@@ -20,7 +20,7 @@ pub struct FileMap {
 // SAFETY: the mapping lives as long as this object, which only hands out its address and, through `bytes`, shared
 // reads.
 unsafe impl Send for FileMap {}
-// SAFETY: likewise.
+// SAFETY: as for `Send`.
 unsafe impl Sync for FileMap {}
 
 impl FileMap {

@@ -28,7 +28,7 @@ pub type Source = Bytes<'static>;
 
 // SAFETY: the caller of `new` promised that the memory may be read from any thread, and so may a slice's.
 unsafe impl Send for Bytes<'_> {}
-// SAFETY: likewise, and there are only reads.
+// SAFETY: as for `Send`, and there are only reads.
 unsafe impl Sync for Bytes<'_> {}
 
 impl Bytes<'_> {
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn no_bytes_may_have_no_address() {
-        // SAFETY: there are none.
+        // SAFETY: there are no bytes.
         let none: Source = unsafe { Bytes::new(std::ptr::null(), 0) };
         none.copy(&mut []);
         assert_eq!((Pair::of_memory(none), none.part(0, 1).is_none()), (Pair::of(&[]), true));

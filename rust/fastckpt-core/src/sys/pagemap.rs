@@ -48,7 +48,7 @@ const LARGE: usize = 16 << 10;
 /// What is known about the memory of the calling process.
 #[derive(Debug)]
 pub enum PageMap {
-    /// All pages are large, so nothing else is needed.
+    /// All pages are large, so no query is needed.
     Large,
     /// The kernel is queried for each range.
     Scanned(File),

@@ -40,7 +40,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// For each row, its `at` and `to`.
+    /// Returns the `at` and `to` of each row.
     pub fn rows(self) -> impl Iterator<Item = (u64, i64)> {
         (0..self.count).map(move |i| (self.at + i * self.step.from, self.to + i.cast_signed() * self.step.to))
     }

@@ -24,13 +24,13 @@ pub enum Phase {
     Plan = 1,
     /// Copies the state, so that the caller may change it.
     Stage = 2,
-    /// Writes.
+    /// Writes the shards.
     Write = 3,
     /// Waits until everything that was written is durable.
     Fsync = 4,
     /// Writes the manifest and renames.
     Commit = 5,
-    /// Reads.
+    /// Reads the shards.
     Read = 8,
     /// Copies for [`Kind::Copy`].
     Copy = 9,

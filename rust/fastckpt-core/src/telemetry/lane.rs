@@ -1,4 +1,4 @@
-//! One worker, as the live counters show it.
+//! The entry of one worker in the live counters.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, Release};

@@ -70,7 +70,7 @@ pub struct Call {
 pub struct Planned {
     /// Bytes that the workers will move.
     pub bytes: u64,
-    /// Shards.
+    /// The number of shards.
     pub files: usize,
     /// Bytes of a block.
     pub block_size: u64,

@@ -30,7 +30,7 @@ static MEMORY: PeakAlloc = PeakAlloc;
 /// The number of bytes that a read may use beyond twice its input.
 const ROOM: usize = 64 << 20;
 
-/// See the module.
+/// A fuzz target. See the module.
 pub(crate) struct Target {
     /// The name of the target on the command line.
     pub(crate) name: &'static str,

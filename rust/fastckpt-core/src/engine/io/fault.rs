@@ -12,7 +12,7 @@ use super::transfer::Transfer;
 pub enum Fault {
     /// The operation fails with this errno.
     Errno(i32),
-    /// Only this many bytes move.
+    /// The operation moves only this many bytes.
     Short(usize),
     /// The worker panics.
     Panic,

@@ -14,7 +14,7 @@ use crate::sys::file::{self, DataFile};
 /// 1,024 open files, and the rest of the program needs most of them.
 const MOST: usize = 64;
 
-/// One slot per shard.
+/// The open shards of a job, with one slot for each shard.
 #[derive(Debug)]
 pub struct OpenFiles {
     slots: Vec<Slot>,

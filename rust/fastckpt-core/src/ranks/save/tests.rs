@@ -31,7 +31,7 @@ pub(in crate::ranks) enum Layout {
     Rows,
     Columns,
     Copies,
-    /// By rows, with teams of two ranks.
+    /// As `Rows`, with teams of two ranks.
     Teams,
 }
 
