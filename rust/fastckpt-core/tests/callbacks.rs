@@ -1,4 +1,4 @@
-//! Callbacks that supply and take bytes: how often they are called, with which ranges, and which memory they get.
+//! Callbacks that supply and take bytes: how often they are called, with which ranges, and whose memory they get.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::Range;
@@ -49,7 +49,7 @@ fn filler(calls: &Calls) -> Fill {
     })
 }
 
-/// Takes all bytes and compares them. Each byte must arrive once.
+/// Takes all bytes and compares them. Each byte must come once.
 fn drainer(calls: &Calls, sizes: &[u64]) -> (Drain, Arc<Mutex<Vec<Vec<bool>>>>) {
     let seen: Vec<_> = sizes.iter().map(|&size| vec![false; size as usize]).collect();
     let (calls, seen) = (Arc::clone(calls), Arc::new(Mutex::new(seen)));
@@ -166,7 +166,7 @@ fn a_call_is_for_up_to_16_mebibytes_and_their_memory_is_that_which_was_lent() {
                 assert_eq!(report.ran.threads, 2, "there are batches for two threads only");
             }
             if sizes.len() == 1 {
-                assert!(filled.iter().all(|call| call.len() == 1), "a tensor is requested in one piece");
+                assert!(filled.iter().all(|call| call.len() == 1), "a tensor is asked for in one piece");
             }
             memory.close().unwrap();
         }

@@ -120,13 +120,13 @@ struct Proc {
     pc: Pc,
     then: Pc,
     end: End,
-    /// The directory that a saver believes to have the name, or that a loader reads.
+    /// Saver: the old checkpoint, which has the name or was adopted. Loader: the directory that it reads.
     old: u8,
     /// The directory that the process works on.
     x: u8,
     /// The temporary name that the process works on.
     from: At,
-    /// A saver's attempt, a sweeper's round, or the user's next action.
+    /// A saver's attempt, a sweeper's remaining rounds, or the user's next action.
     n: u8,
     /// Saver: the old checkpoint is under `.old-`. Sweeper: its first listing had an `.old-`.
     hold: bool,
@@ -163,12 +163,12 @@ enum Act {
     Put,
 }
 
-/// The rules of the protocol. Each can be turned off. In that case, the model must find a violation.
+/// The rules of the protocol. Each can be turned off, and then the model must find a violation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Rule {
     /// A directory gets a unique name before it is removed.
     ClaimByRename,
-    /// A claimed directory is compared with the examined one, and renamed back if it is a different one.
+    /// A claimed directory is compared with the examined one, and renamed back if it differs.
     CompareClaimed,
     /// An `.old-` is put back or adopted only while its successor's `.tmp-` exists.
     Partner,
@@ -181,7 +181,7 @@ enum Rule {
     JudgeThenList,
     /// A directory under `.tmp-` or `.old-` without a manifest is foreign unless it is empty.
     OnlyOurs,
-    /// The manifest is created before anything else.
+    /// The manifest is made before anything else.
     ManifestFirstIn,
     /// The name of an `.old-` is used once.
     Attempts,
@@ -199,7 +199,7 @@ enum Rule {
     SweepAfter,
     /// A loader checks afresh whether the incomplete directory has the name.
     FreshReader,
-    /// A checkpoint is missing only if a single listing shows neither the name nor an `.old-`.
+    /// A checkpoint is missing only if one listing shows neither the name nor an `.old-`.
     OneLook,
 }
 use Rule::*;
@@ -492,7 +492,7 @@ impl Step<'_> {
         let next = if exchange { Pc::Sync } else { Pc::Rename };
         match me.pc {
             Pc::Swap => match self.s.at(Name) {
-                // A swap with a missing directory fails. The first of two renames does not.
+                // A swap with a missing directory fails; the first of two renames does not.
                 _ if exchange && self.s.dirs[p].at != workspace => self.go(Pc::Fail),
                 None => self.go(Pc::Look),
                 Some(x) if exchange => self.to(Pc::Inspect, |s, _| {
@@ -833,7 +833,7 @@ impl Step<'_> {
             match (acts[me.n as usize - 1], named) {
                 (Act::MoveAway, Some(x)) => {
                     s.mv(x, Away);
-                    // The removal of the user's directory affects no checkpoint.
+                    // The removal of the user's directory concerns no checkpoint.
                     s.removed |= if x == USERS { 0 } else { published };
                 }
                 (Act::RmFiles, Some(x)) if x != USERS => {
@@ -857,7 +857,7 @@ impl Step<'_> {
 
 impl State {
     /// The checkpoints that must not come back if the user removes the name now: all that had it, except an old one
-    /// that a live process has between its two renames, or is about to take from there.
+    /// that a live process has between its two renames or is about to take from there.
     fn published(&self) -> u8 {
         let takes = |proc: &Proc, at| matches!(proc.pc, Pc::Adopt | Pc::PutBack) && proc.from == at;
         let held = |x: usize| match self.dirs[x].at {
@@ -989,7 +989,7 @@ fn explore(sc: &Scenario) -> Result<usize, String> {
     let mut known: HashMap<u64, u32, BuildHasherDefault<Mix>> = HashMap::default();
     known.insert(key(&first), 0);
     let start = first.procs;
-    // For a visited state, only the step that led to it is kept.
+    // For a visited state, only the step that led there is kept.
     let mut all: Vec<Origin> = vec![(0, USER as u8, Pc::Done)];
     let mut queue = VecDeque::from([first]);
     let (mut edges, mut ends) = (vec![], vec![]);

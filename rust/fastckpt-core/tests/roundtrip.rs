@@ -204,7 +204,7 @@ fn direct_operations_that_are_refused_go_through_the_page_cache() {
     let path = parent.path().join("c");
     let tensors = tensors(9);
     for io in [Io::Uring, Io::Threads] {
-        // The second operation of a worker is direct: the first one writes a tail.
+        // The second operation of a worker is direct: the first writes a tail.
         let plan = FaultPlan::new(1, Fault::Errno(libc::EINVAL), false);
         let options = Options { faults: Some(plan), threads: Some(1), ..options(io) };
         let report = save_all(&path, &tensors, &options).unwrap();

@@ -1,5 +1,5 @@
 //! The compiled module `fastckpt._core`. It extracts the arguments, releases the GIL, calls the core and maps the
-//! error, and does nothing else.
+//! error. It does nothing else.
 #![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
 
 use fastckpt_core::format::limits;

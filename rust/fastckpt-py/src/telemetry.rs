@@ -1,6 +1,6 @@
 //! `_core.Operation`, `_core.begin_copy`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`,
-//! `_core.warn` and `_core.counters_refused`: live counters for work outside the core, counters of the process, and the
-//! reason why they are hidden.
+//! `_core.warn` and `_core.counters_refused`: the live counters of operations that the core does not run, or has not
+//! begun, the counters beside operations, and the reason why counters are hidden.
 
 use std::path::PathBuf;
 use std::sync::Arc;

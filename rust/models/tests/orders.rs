@@ -1,5 +1,5 @@
 //! Tests the mail and the pool under orders of threads that shuttle draws. shuttle reports a thread that is never woken
-//! as a deadlock, with its order. Without a clock, a wait that only a timeout ends is a deadlock, too.
+//! as a deadlock, with its order. It has no clock, so a wait that only a timeout ends is a deadlock, too.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Whether ranks collect their pieces before they write, and in which grains: by file system, or as requested.
+//! Whether ranks collect their pieces before they write, and in what grains: by the file system, or as requested.
 //!
 //! On a file system of one kernel, each rank writes its bytes in place. A file system of many kernels locks the ranges
 //! that each kernel writes. There, long aligned ranges with one writer each justify the cost of sending bytes.
@@ -16,7 +16,7 @@ const LEAST: u64 = 64 << 10;
 const REQUEST: u64 = 1 << 20;
 /// The default grain on other shared file systems. They do not report their units, so it is the usual stripe or block.
 const STRIPE: u64 = 4 << 20;
-/// The maximum grain.
+/// The longest grain.
 const MOST: u64 = 64 << 20;
 
 /// How the ranks of a save share the writing ([`crate::share::Share::in_teams`]).

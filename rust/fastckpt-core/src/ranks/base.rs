@@ -109,8 +109,8 @@ impl RankBase {
         sums(&self.table, &self.duties, &self.held, self.base()?.body(), &self.options, progress)
     }
 
-    /// For the coordinator: creates the workspace for a save to `path`, and links the files that are unchanged on all
-    /// ranks. Returns the message for the other ranks. Problems with the base become warnings, and more is written.
+    /// For the coordinator: creates the workspace for a save to `path`, and links the files that the ranks found
+    /// unchanged. Returns the message for the other ranks. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,

@@ -130,7 +130,7 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
     Ok(found)
 }
 
-/// Sums a stretch from `from`, which begins at byte `low` of the local memory.
+/// Sums a stretch whose bytes are in `from`, which begins at byte `low` of the local memory.
 fn sum(
     &Stretch { item, entry, ref extent, ref range, own }: &Stretch<'_>,
     (from, low): (Bytes<'_>, u64),
@@ -157,7 +157,7 @@ fn sum(
     Ok(Some(Summed { tensor: item.tensor, len: own, xz, part }))
 }
 
-/// The checksums of `range` of the tensor, with zeros in place of bytes that the item does not have.
+/// The checksums of `range` of the tensor, with zeros in the place of bytes that the item does not have.
 fn spread(item: &Item, range: &Range<u64>, from: (Bytes<'_>, u64)) -> Result<Pair> {
     let mut to = vec![0; SPREAD.min(range.end - range.start) as usize];
     let (mut all, mut start) = (Pair::of(&[]), range.start);

@@ -37,7 +37,7 @@ pub struct Loaded {
     pub pieces: Vec<Piece>,
 }
 
-/// Compares the checksums of extents that several ranks read in parts with the manifest.
+/// Compares checksums with those of the manifest, for extents that several ranks read in parts.
 pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
     let tensors = &checkpoint.body().tensors;
     // An empty tensor may begin at the same byte as a tensor with bytes.
@@ -68,7 +68,7 @@ pub struct RankLoad {
 struct Work {
     wanted: Vec<Wanted>,
     /// The items of each incoming message and their destinations. A destination is in a part, or, on a relay, in
-    /// outgoing messages, each from a byte on.
+    /// outgoing messages, from a given byte of each on.
     incoming: Vec<Vec<(Item, Option<Slot>)>>,
     /// Bytes of this rank's own boxes: those that it reads itself, and those that other ranks read for it.
     own: (u64, u64),
@@ -217,7 +217,7 @@ impl RankLoad {
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             self.watch(unpacker, &mut || progress(storage, storage))
         });
-        // One of the failures stopped the mail and so caused the other, which is not reported.
+        // If both failed, one failure stopped the mail and so caused the other, which is not reported.
         let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);

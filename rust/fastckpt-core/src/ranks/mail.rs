@@ -12,7 +12,7 @@
 //!
 //! A message is followed by its checksum: the checksums of the network are short, and end at each device on the way.
 //! Both sides sum a message while its bytes are in the processor's cache, at a quarter of the cost of a separate pass.
-//! The sender does so when the last byte is in, and the receiver when the first byte is about to be taken out.
+//! The sender does so when the last byte is in, the receiver when the first byte is about to be taken out.
 //!
 //! Messages of a relay do not count in the budget. In a save, all messages that it will pass on arrive before it sends
 //! any. In a load, messages that it passes on wait until the other messages of their window are sent
@@ -229,7 +229,7 @@ impl Mail {
         self.incoming.iter().copied()
     }
 
-    /// Leaves out messages whose receivers read the bytes elsewhere. Must precede the first pack and admission.
+    /// Leaves out messages whose receivers read the bytes elsewhere. Call it before any message is packed or admitted.
     pub(super) fn leave_out(
         &self,
         outgoing: impl Iterator<Item = usize>,
@@ -241,7 +241,7 @@ impl Mail {
         state.pass();
     }
 
-    /// The numbers and envelopes of the messages that travel: outgoing ones and incoming ones.
+    /// The numbers and envelopes of the messages that travel: outgoing and incoming.
     #[must_use]
     pub fn travelling(&self) -> [Vec<(usize, Envelope)>; 2] {
         let state = lock(&self.state);
@@ -552,7 +552,7 @@ impl Mail {
         let at = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(at, _)| at);
         let reused = at.map(|at| free.swap_remove(at));
         drop(free);
-        // Zeros of a new buffer cost nothing until something writes to them.
+        // Zeros of a new buffer cost nothing until they are written to.
         let mut buffer = reused.unwrap_or_else(|| vec![0; len + SUM]);
         buffer.resize(len, 0);
         buffer

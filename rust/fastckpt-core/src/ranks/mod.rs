@@ -1,4 +1,4 @@
-//! The part that one of many ranks has in a save or a load.
+//! The part of one of many ranks in a save or a load.
 
 mod aggregation;
 mod base;

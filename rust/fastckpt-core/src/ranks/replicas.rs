@@ -14,7 +14,7 @@ use crate::share::{Copied, Depth, Item};
 /// Returns the sum of all bytes of a part, given by tensor and part; `None` if only the host can sum them.
 pub type SumOf<'a> = &'a mut (dyn FnMut(usize, u32) -> Result<Option<u64>> + 'a);
 
-/// Parts of fewer bytes are always summed by the host, because a sum on a device takes many steps.
+/// Parts of fewer bytes are always summed by the host: a sum on a device takes many steps.
 const LEAST: u64 = 1 << 20;
 
 /// A rank's findings about the cells that it shares with other ranks.

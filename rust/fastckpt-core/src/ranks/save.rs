@@ -43,7 +43,7 @@ pub struct Commit<'a> {
     pub pieces: Vec<Piece>,
     /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
-    /// The caller's metadata, also a JSON array of tokens.
+    /// The caller's metadata: also a JSON array of tokens.
     pub metadata: &'a str,
     /// The states that ranks saved for themselves, also a JSON array of tokens; empty if there are none.
     pub per_rank: &'a str,
@@ -67,7 +67,7 @@ enum Stage {
     /// The rank has not created or joined the workspace yet.
     New(Ranges),
     Open(Open, Ranges),
-    /// The rank has written. `None` instead of the checksums if it failed. The workspace stays even then, because other
+    /// The rank has written. The checksums are `None` if it failed. The workspace stays even then, because other
     /// ranks may still write to it, and would take its absence for a failure of their own.
     Written(Open, Option<Vec<Piece>>),
     /// The save was committed or closed, or another step failed.

@@ -53,7 +53,7 @@ impl Sums {
         }
     }
 
-    /// For each of `tensors`, its number in the base if all its bytes were found and are unchanged.
+    /// For each of `tensors`, its number in the base if all its bytes were found, and are unchanged.
     #[must_use]
     pub(super) fn unchanged(&self, tensors: &[TensorSpec], base: &Body) -> Vec<Option<usize>> {
         let mut same = vec![None; tensors.len()];

@@ -1,4 +1,4 @@
-//! What all ranks of a save know: the tensors, the layout of the files, and the ranks' parts of the tensors.
+//! What all ranks of a save have in common: the tensors, the layout of the files, and the ranks' parts of the tensors.
 
 use crate::error::{Error, Result};
 use crate::format::groups::Group;
@@ -56,7 +56,7 @@ impl Table {
         Ok(self.with(self.plan.clone(), share))
     }
 
-    /// The same tensors, with some of them in separate shards, or in linked shards, which are not written.
+    /// The same tensors, some of them in separate shards, or in linked ones, which are not written.
     pub fn beside(&self, reuse: &Reuse<'_>) -> Result<Self> {
         let plan = layout::lay_out(&self.tensors, &self.groups, self.sizes, reuse)?;
         let share = self.share_of(&plan)?;

@@ -60,7 +60,7 @@ struct Needs {
     first_piece: usize,
     /// The unit's supplies, in the order of the file.
     supplies: Range<usize>,
-    /// Each message with bytes for the unit, and the range of those bytes.
+    /// Each message with bytes for the unit, and the range of these.
     messages: Vec<(usize, Range<u64>)>,
 }
 
@@ -355,7 +355,7 @@ impl Work for Ranges {
     }
 
     fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
-        // Rows at other addresses are gathered first and then scattered: at the destination, each is only a few bytes.
+        // Rows at other addresses are first gathered, and then scattered: at the destination, each is a few bytes.
         let rows = |number: usize| {
             let some = self.supplies(number).filter(|(_, from)| matches!(from, From::Rows));
             some.filter_map(move |(item, _)| Some((number, item, self.held.pull(item)?)))
@@ -441,7 +441,7 @@ impl Work for Ranges {
                     }
                 }
                 From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
-                // No part of such an item can be written without a copy, so the whole item is copied at once.
+                // No part of such an item is written without a copy, so all of it is copied at once.
                 From::Message(place) => {
                     self.given(number, place, item, (&mut *to, start))?;
                 }

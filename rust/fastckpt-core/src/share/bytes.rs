@@ -73,7 +73,7 @@ impl Shape {
     }
 
     fn whole(&self, count: u64) -> Result<u64, String> {
-        // The product is at most eight times the number of bytes of the tensor.
+        // The product is at most eight times the bytes of the tensor.
         if (count * self.bytes).is_multiple_of(self.elements) {
             return Ok(count * self.bytes / self.elements);
         }

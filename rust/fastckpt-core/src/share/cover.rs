@@ -106,7 +106,7 @@ impl Cover {
         let mut sections = Sections::new(self.tiles.len());
         let (mut at, mut open, mut next) = (0, Vec::new(), events.as_slice());
         while at < count {
-            // The ends come before the starts, each in the order of tiles.
+            // Ends come before starts, each in the order of tiles.
             let here = next.iter().take_while(|event| event.0 <= at).count();
             let (here, rest) = next.split_at(here);
             let (gone, new) = here.split_at(here.partition_point(|event| !event.1));

@@ -280,7 +280,7 @@ impl<'a> Work<'a> {
         self.io.add(far, self.spot(at, (self.rank, far)), item);
     }
 
-    /// Adds an item that this rank has or wants and that another rank reads or writes, directly or through the relay.
+    /// Adds an item of this rank that another rank reads or writes. The item is sent directly or through the relay.
     pub(super) fn hand(&mut self, at: &At<'_, '_>, relay: Option<u32>, item: Item) {
         let near = relay.filter(|&relay| relay != self.rank).unwrap_or(at.run.rank);
         self.boxes.add(near, self.spot(at, (near, self.rank)), item);

@@ -8,7 +8,7 @@ use crate::sys::strided::Rows;
 
 /// A message with this many bytes takes no more items, in a job of few ranks.
 const FULL: u64 = 1 << 20;
-/// The lower limit of this size in a job of many ranks.
+/// The lower limit of the size of a full message, in a job of any number of ranks.
 const LEAST: u64 = 64 << 10;
 /// Approximate bytes of one message from each rank of a job: a block may need one from every rank at the same time.
 const OF_ALL: u64 = 64 << 20;

@@ -133,10 +133,10 @@ impl<'a> Finder<'a> {
     }
 
     /// Where each member's share ends in the ranges that the team owns of all files. Shares have about the same number
-    /// of bytes. If sizes within [`SPARE`] of that allow it, they are whole files, the same number for each member.
+    /// of bytes. They are whole files, the same number for each member, if their sizes are within [`SPARE`] of that.
     fn shares(&self) -> Vec<Vec<u64>> {
         let mut totals = vec![0; self.teams.len()];
-        // For each team, the end of each file of which it owns a range.
+        // For each team, its total at the end of each file of which it owns a range.
         let mut files = vec![Vec::<u64>::new(); totals.len()];
         for runs in &self.runs {
             for (range, team) in runs {

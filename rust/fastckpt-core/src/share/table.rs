@@ -247,7 +247,7 @@ impl Share {
         })
     }
 
-    /// A number that is equal for all ranks that made the same share and follow the same rules.
+    /// A number that is equal for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();

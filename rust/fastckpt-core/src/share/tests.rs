@@ -121,8 +121,7 @@ impl Job {
         all.into_iter().collect()
     }
 
-    /// For each byte of an item, its place in the tensor and in the memory of the part. Checks that the part holds it
-    /// there.
+    /// For each byte of an item, its place in the tensor and in the memory of the part. Checks that the part has it.
     fn bytes(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
         let mut found = Vec::new();
         for line in item.rows.lines(item.bytes.clone()) {

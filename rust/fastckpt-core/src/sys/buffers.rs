@@ -74,7 +74,7 @@ impl Buffers {
         Ok(found.map(|buffer| buffer.deal(len)))
     }
 
-    /// Returns buffers to the pool they came from. The pool keeps at most `keep` bytes.
+    /// Gives buffers of the pool back to it. The pool keeps at most `keep` bytes.
     pub fn give(self, keep: usize) {
         let own = if self.most > 0 { self.all } else { Vec::new() };
         let free =
@@ -114,7 +114,7 @@ mod tests {
         assert!((0..).zip(&parts).all(|(number, part)| part.iter().all(|&byte| byte == number)));
         let last = parts.swap_remove(0);
         drop(parts);
-        assert!(second.has(size) && !first.has(size), "one part is still alive");
+        assert!(second.has(size) && !first.has(size), "one part is alive");
         drop(last);
         assert!(first.take(size).unwrap().is_some());
     }

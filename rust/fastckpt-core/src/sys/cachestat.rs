@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::page;
 
-/// The system call `cachestat` (Linux 6.5). Recent system calls have the same number on every architecture.
+/// The system call `cachestat` (Linux 6.5). Calls this recent have the same number on every architecture.
 const CACHESTAT: libc::c_long = 451;
 
 /// Number of bytes of `[offset, offset + len)` that the page cache holds, in whole pages.

@@ -108,15 +108,15 @@ pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> 
     }
 }
 
-/// How long to wait until the holder of a lease returns it, and how often to check. The kernel revokes a lease after
+/// How long to wait until the holder of a lease gives it back, and how often to check. The kernel revokes a lease after
 /// fs.lease-break-time, 45 s by default.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
 
-/// Opens the file `name` inside `directory` for reading (see [`Located`]). Follows no symbolic link.
+/// Opens the file `name` inside `directory` for reading: see [`Located`]. Follows no symbolic link.
 ///
 /// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. It also keeps the open from waiting for the holder
-/// of a lease (Samba or the kernel's NFS server, on their own disks). Instead, the kernel asks the holder to return the
-/// lease, and this function waits for that.
+/// of a lease (Samba or the kernel's NFS server, on their own disks). Instead, the kernel asks the holder to give the
+/// lease back, and this function waits for that.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let begin = Instant::now();
     let file = Located::find(directory, name)?;
@@ -207,7 +207,7 @@ fn allocate(
         match fs::fallocate(fd, FallocateFlags::empty(), at, part) {
             Ok(()) => at += part,
             Err(Errno::INTR) if interrupted < INTERRUPTIONS => interrupted += 1,
-            // This file system cannot allocate, or signals keep interrupting it. The size at least is made final.
+            // This file system cannot allocate, or signals keep interrupting it. At least make the size final.
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::INTR) => {
                 return Ok(retry_on_intr(|| fs::ftruncate(fd, range.end))?);
             }
@@ -227,7 +227,7 @@ pub struct DataFile {
     direct: Option<Held>,
     /// Set when the first direct operation is refused. From then on, the file is used through the page cache.
     refused: OnceLock<()>,
-    /// Set if the file system refuses [`DONTCACHE`].
+    /// Set when the file system refuses [`DONTCACHE`].
     plain: AtomicBool,
     /// How much of the whole file was in the page cache at the first query; see [`DataFile::is_cached`].
     residency: OnceLock<Option<Residency>>,
@@ -370,7 +370,7 @@ impl DataFile {
     }
 
     /// Makes the page cache drop `[start, end)`, even dirty pages, so that the next read comes from the device. Pages
-    /// that other processes have mapped stay.
+    /// that others have mapped stay.
     pub fn forget(&self, start: u64, end: u64) {
         let _ = retry_on_intr(|| fs::fdatasync(&self.cached));
         let len = std::num::NonZeroU64::new(end.saturating_sub(start));
@@ -438,7 +438,7 @@ impl DataFile {
     }
 }
 
-/// Makes a file durable that was written only through `fd`. A failure is final, as in [`DataFile::sync`].
+/// Makes a file durable that was written through `fd` alone. A failure is final, as in [`DataFile::sync`].
 pub fn sync(fd: BorrowedFd<'_>) -> io::Result<()> {
     retry_on_intr(|| fs::fsync(fd))?;
     if is_in_user_space(fd) { flush(fd) } else { Ok(()) }
@@ -463,7 +463,7 @@ fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// Asks the kernel to start writing a range back, so that the later sync has little to do. This is only for pacing,
+/// Asks the kernel to start writing a range back, so that the later sync has little to do. This is for pacing only,
 /// never for durability.
 pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
@@ -472,7 +472,7 @@ pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Writes `bufs`, one after another, at `offset`. Returns the number of bytes written, which may be smaller.
+/// Writes `bufs`, one after another, at `offset`. Returns the number of bytes written, which may not be all.
 fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFlags) -> Result<usize, Errno> {
     let _call = calls::on("write", fd);
     let (fd, flags) = (fd.as_raw_fd(), flags.bits().cast_signed());

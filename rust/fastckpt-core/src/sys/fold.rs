@@ -23,7 +23,7 @@ const LANES: usize = 4;
 /// Bytes that are folded at a time: enough to hide the latency of a multiplication.
 pub const STEP: usize = LANES * LANE;
 
-/// From this many bytes on, a copy bypasses the caches. Its target is usually a device or is used later. Without the
+/// A copy of at least this many bytes bypasses the caches. It is usually for a device or for later use. Without the
 /// bypass, the processor would read each target line before writing it, which would cost a third of the pass.
 #[cfg(target_arch = "x86_64")]
 const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
@@ -80,7 +80,8 @@ impl Fold {
 
 /// See `Fold::steps`.
 ///
-/// `len` must be a multiple of `STEP`. As many bytes must be readable at `from`, and writable at `to` by nothing else.
+/// # Safety
+/// `len` must be a multiple of `STEP`. As many bytes must be readable at `from`, and writable by nobody else at `to`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,vpclmulqdq")]
 unsafe fn fold<const N: usize>(

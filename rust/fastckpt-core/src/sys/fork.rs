@@ -70,13 +70,13 @@ extern "C" fn in_child() {
         }
         // SAFETY: as for `eventfd`. `fd` belongs to an operation of the parent, whose threads are not in this process.
         if empty < 0 || unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
-            // There is no descriptor left for the empty one, so `fd` is closed.
+            // No descriptor is left for the empty one, so `fd` is closed.
             // SAFETY: as above.
             unsafe { libc::close(fd) };
         }
     }
     if empty >= 0 {
-        // SAFETY: a system call on a number, which was opened above.
+        // SAFETY: as for `eventfd`. The descriptor was opened above.
         unsafe { libc::close(empty) };
     }
 }

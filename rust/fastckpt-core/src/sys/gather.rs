@@ -119,7 +119,7 @@ impl Buf {
         self.slab
     }
 
-    /// The bytes of `range`, counted over all parts, to write to a file.
+    /// The bytes of `range`, counted over all parts, for writing to a file.
     #[must_use]
     pub fn slices(&self, range: Range<usize>) -> Vec<Bytes<'_>> {
         let mut at = 0;
@@ -140,7 +140,7 @@ impl Buf {
         slices
     }
 
-    /// The bytes of `range`, counted over all parts, to fill from a file.
+    /// The bytes of `range`, counted over all parts, for filling from a file.
     ///
     /// # Panics
     /// If one of the parts is a [`Part::Source`], [`Part::Stretch`] or [`Part::Mapped`].

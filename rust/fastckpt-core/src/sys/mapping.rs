@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Mappings are aligned to this size, and backed by pages of this size if the kernel grants them. With 4 KiB pages, a
+/// Mappings are aligned to this size and backed by pages of this size where the kernel grants them. With 4 KiB pages, a
 /// request to the device breaks into pieces of about 1 MiB and costs three times the CPU time.
 pub const HUGE_PAGE: usize = 2 << 20;
 
@@ -53,7 +53,7 @@ impl Mapping {
         }
         let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let mapping = Self { base, len, owner: std::process::id() };
-        // This is only advice: the memory also works without huge pages or fork protection.
+        // This is only advice: without huge pages or fork protection, the memory still works.
         mapping.advise(Advice::LinuxHugepage);
         mapping.advise(Advice::LinuxDontFork);
         Ok(mapping)

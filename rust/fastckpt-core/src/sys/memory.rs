@@ -13,8 +13,8 @@ use super::page;
 /// The maximum number of stretches of memory per operation of the kernel (`UIO_MAXIOV`).
 pub(super) const MOST_VECTORS: usize = 1024;
 
-/// Memory to read, of the caller or of this crate. Its owner may write to it meanwhile, so no slice of it exists, which
-/// would promise the compiler that it does not change. Its bytes are only copied, summed, or passed to the kernel.
+/// Memory to read, of the caller or of this crate. Its owner may write to it meanwhile, so there is no slice of it: a
+/// slice would promise the compiler that it does not change. Its bytes are copied, summed, or passed to the kernel.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)] // as the kernel takes it
 pub struct Bytes<'a> {
@@ -225,7 +225,7 @@ mod tests {
     fn what_is_copied_has_its_sum_while_another_thread_writes_to_the_source() {
         let source: Vec<_> = (0..100_000).map(AtomicU64::new).collect();
         let (mut room, done) = (vec![0; source.len() * 8 + 64], AtomicBool::new(false));
-        // From such an address on, stores may bypass the caches.
+        // The copy starts at an address at which stores may bypass the caches.
         let start = room.as_ptr().align_offset(64);
         let to = &mut room[start..][..source.len() * 8];
         // SAFETY: `source` outlives the bytes, and nothing has them as `&mut`.
@@ -240,7 +240,7 @@ mod tests {
                 .unwrap();
             let right = (0..50).all(|_| Pair::copy(to, bytes) == Pair::of(to));
             done.store(true, Ordering::Relaxed);
-            assert!(right, "the sum is the sum of the copy");
+            assert!(right, "a sum belongs to its copy");
         });
         assert_eq!(Pair::of_memory(bytes), Pair::copy(to, bytes), "no thread writes any more");
     }

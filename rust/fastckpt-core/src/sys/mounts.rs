@@ -59,7 +59,7 @@ const LOCAL: [&str; 17] = [
     "bcachefs", "btrfs", "devtmpfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay",
     "ramfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 ];
-/// The number of symbolic links that a path may lead through, as in the kernel.
+/// How many symbolic links a path may lead through, as in the kernel.
 const LINKS: usize = 40;
 
 /// Resolves all symbolic links in `path` except in its last component, if all of it is on local file systems. Does not

@@ -1,4 +1,4 @@
-//! Determines which memory of this process is in huge pages. The kernel gives a device far longer stretches of such
+//! Finds out which memory of this process is in huge pages. The kernel gives a device far longer stretches of such
 //! memory.
 
 use std::fs::{File, read_to_string};

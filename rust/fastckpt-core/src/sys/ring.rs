@@ -42,8 +42,8 @@ struct InFlight<T> {
 
 /// A ring and its operations in flight.
 ///
-/// Dropping the ring first waits for every operation, because the kernel writes to the buffers until the operations
-/// complete. Then the ring itself is dropped, then the buffers (the order of the fields).
+/// When this is dropped, it first waits for every operation, because the kernel writes to the buffers until the
+/// operations complete. Then the ring itself is dropped, then the buffers (the order of the fields).
 pub struct Ring<T: Payload> {
     _note: Note,
     inner: IoUring,

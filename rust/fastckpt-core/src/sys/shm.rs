@@ -1,4 +1,4 @@
-//! The memory of the live counters: shared through a file, or private if no file is possible (`docs/telemetry.md`, 2
+//! The memory of the live counters: shared through a file, or private where no file is possible (`docs/telemetry.md`, 2
 //! and 3).
 
 use std::io;

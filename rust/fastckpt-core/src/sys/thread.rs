@@ -11,12 +11,12 @@ pub fn builder() -> std::thread::Builder {
 /// The first pause of a [`Backoff`], and the number of pauses. Each is twice as long as the one before: 2 s in total.
 const PAUSES: (Duration, u32) = (Duration::from_micros(if cfg!(test) { 1 } else { 1000 }), 11);
 
-/// Pauses between attempts of a call that the kernel refuses temporarily (`EAGAIN`).
+/// Pauses between attempts at a call that the kernel refuses for the moment (`EAGAIN`).
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff(u32);
 
 impl Backoff {
-    /// Waits before the next attempt. Returns `false` after enough attempts.
+    /// Waits before the next attempt. Returns `false`, without a wait, if there were enough attempts.
     pub fn wait(&mut self) -> bool {
         let (first, most) = PAUSES;
         let goes_on = self.0 < most;

@@ -64,7 +64,7 @@ fn from_hex(hex: &str) -> Vec<u8> {
     pairs.map(|pair| pair.iter().fold(0, |all, &byte| all << 4 | digit(byte))).collect()
 }
 
-/// Numbers that look random, but are the same each time.
+/// Numbers that look random, and are the same each time.
 pub(crate) struct Draw(pub(crate) u64);
 
 impl Draw {
@@ -93,7 +93,7 @@ fn drawn() -> Vec<Vec<u8>> {
 
 // --- the manifest -----------------------------------------------------------------------------------------------------
 
-/// The text after a first line with the right checksum.
+/// Puts a first line with the right checksum before a text.
 fn sealed(rest: &[u8]) -> Vec<u8> {
     let crc = checksum::to_hex(checksum::of(rest));
     let mut all = format!("{{\"fastckpt\":{},\"crc64nvme\":\"{crc}\",\n", manifest::VERSION).into_bytes();
@@ -101,7 +101,7 @@ fn sealed(rest: &[u8]) -> Vec<u8> {
     all
 }
 
-/// The result of `action`, and the maximum number of bytes that it held at a time.
+/// The result of `action`, and the most bytes that it held at a time.
 pub(crate) fn measured<T>(action: impl FnOnce() -> T) -> (T, usize) {
     MEMORY.reset_peak_usage();
     let before = MEMORY.current_usage();
@@ -250,7 +250,7 @@ fn manifests() -> Vec<Vec<u8>> {
 /// Compares the check of tokens, which reads text, with the parsed text.
 fn tokens(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
-    // No caller passes text that is not JSON, but the check must still end.
+    // No caller passes a text that is not JSON, but the check must end.
     let _ = tokens::check("text", text);
     let Ok(raw) = serde_json::from_str::<Box<RawValue>>(text) else { return };
     let Ok(value) = serde_json::from_str::<Value>(text) else { return };
@@ -562,7 +562,7 @@ fn gets_all(share: &Share, rank: u32, duties: &Duties) {
 
 // --- messages between ranks -------------------------------------------------------------------------------------------
 
-/// The messages of ranks: reads, combines and encodes them again.
+/// Reads messages of ranks, combines them, and encodes them again.
 fn messages(data: &[u8]) {
     let Some((kind, rest)) = data.split_first() else { return };
     if kind % 2 == 0 {

@@ -59,7 +59,7 @@ fn found(ranks: &[RankBase], path: &Path) -> Sums {
     all
 }
 
-/// The numbers of the tensors that are equal to those of a base.
+/// The numbers of the tensors that equal those of a base.
 fn unchanged(job: &Job, path: &Path) -> Vec<usize> {
     let ranks = bases(job);
     let found = found(&ranks, path);

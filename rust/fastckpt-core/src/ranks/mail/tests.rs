@@ -35,7 +35,7 @@ pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usi
     place.copy_from_slice(&buffer);
 }
 
-/// Copies a message of 8 bytes, as its sender would pack it, to its admitted memory.
+/// Copies a message of 8 bytes, as its sender packs it, to its admitted memory.
 fn bring(mail: &Mail, message: usize) {
     let giver = new(vec![(1, 8)], vec![], None, BUDGET);
     put(&giver, 0, 0).unwrap();
@@ -194,7 +194,7 @@ fn it_ends_when_nothing_is_being_filled() {
         let (mail, done) = (Weak::clone(mail), Arc::clone(&done));
         let fill: Fill = Box::new(move |_, _, _| {
             inside.send(()).unwrap();
-            // The function continues for a while after the mail was stopped.
+            // The function runs on for a while after the mail was stopped.
             let mail = mail.upgrade().unwrap();
             while mail.are_here([]).is_ok() {
                 thread::yield_now();

@@ -29,7 +29,7 @@ fn team() -> Share {
     share.in_teams(BLOCK, MEMBERS).unwrap()
 }
 
-/// The place of a message in an order.
+/// A place of a message in an order.
 type Key = fn(&Share, &Message) -> (usize, u64);
 
 /// A message, and its number among the messages from the same sender to the same receiver.
