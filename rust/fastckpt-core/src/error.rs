@@ -121,7 +121,7 @@ impl Error {
         move |source| Self::Io { operation, path, source: source.into() }
     }
 
-    /// The error of a failed transfer. With `strict`, only direct I/O is allowed, so its refusal is the cause.
+    /// The error of a failed transfer. With `strict`, only direct I/O is allowed, so `EINVAL` is its refusal.
     #[must_use]
     pub fn transfer(operation: &'static str, path: &Path, error: std::io::Error, strict: bool) -> Self {
         let refused = strict && error.raw_os_error() == Some(libc::EINVAL);

@@ -1,4 +1,4 @@
-//! Files that a workspace takes from another directory, as hard links or, where there are none, as copies.
+//! Files that a workspace takes from another directory, as hard links or, if that is impossible, as copies.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -70,8 +70,8 @@ impl Workspace {
     /// Links a shard of another checkpoint under the temporary name `name` (see `settle`): the file `file` in the
     /// directory `from`, which is open as `open`. `name` becomes a hard link, or a copy that shares its blocks. Fails
     /// if the file system supports neither. A link is as durable as `open`, and a copy is durable. The name becomes
-    /// durable when the workspace is published, like the names of all shards. `path`, in the other checkpoint, is for
-    /// messages.
+    /// durable when the workspace is published, like the names of all shards. `path`, the path of the other checkpoint,
+    /// is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),

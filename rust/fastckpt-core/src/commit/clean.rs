@@ -1,4 +1,4 @@
-//! Lists the entries under temporary names in a directory of checkpoints for users, and removes them on request.
+//! Shows users the entries under temporary names in a directory of checkpoints, and removes them on request.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -68,7 +68,7 @@ fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     Some((blocks.map(|blocks| blocks * 512).sum(), stats.iter().map(|stat| stat.st_ctime).max()?))
 }
 
-/// Removes one of [`leftovers`]. With `force`, this includes one whose writer is not provably dead, and an old
+/// Removes one of [`leftovers`]. With `force`, also removes one whose writer is not provably dead, and an old
 /// checkpoint that is kept, but never one whose writer is alive. Returns whether it was removed.
 pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;

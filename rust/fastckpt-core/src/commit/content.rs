@@ -18,7 +18,7 @@ pub(super) const TORCH_METADATA: &str = ".metadata";
 
 /// The contents of a checkpoint's directory.
 pub(super) struct Files {
-    /// All names and kinds. Those in the directory `training` are listed as `training/NAME`, without the directory.
+    /// All names and kinds. The files of the directory `training` are listed as `training/NAME`; the directory is not.
     pub(super) all: Vec<(CString, FileType)>,
     /// The directory `training`, if there is one.
     pub(super) training: Option<OwnedFd>,

@@ -31,7 +31,7 @@ use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags};
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
 
-/// How long to wait, and how often to try again, while a process that removes leftovers holds the lock exclusively.
+/// How long to wait in all, and how long between attempts, while a process that removes leftovers holds the lock.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
 /// The suffix of an incomplete file. It begins with a dot.
 const PART: &str = ".part";
@@ -241,7 +241,7 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
 }
 
-/// Opens the directory `name`, which may be new, and takes a shared lock on it.
+/// Opens the directory `name`, which may be new, and takes a shared lock on its lock file.
 fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, File)> {
     match fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
         Ok(()) | Err(Errno::EXIST) => {}

@@ -120,7 +120,7 @@ pub enum State {
     /// The only copy of an old checkpoint, or the workspace that belongs to that copy. Either a commit is between its
     /// two renames, or the successor was removed.
     Kept,
-    /// fastckpt did not create the directory, which is in the way of a save.
+    /// Not made by fastckpt: something that was put in the way of a save.
     Foreign,
 }
 
@@ -207,7 +207,7 @@ fn holder(parent: BorrowedFd<'_>, temporary: &Temporary<'_>) -> OsString {
 pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
     refresh(parent);
     let Ok(holder) = open_child(parent, name) else { return false };
-    // An NFS client may show the old checkpoint under its name for a while.
+    // For a while, an NFS client may still show the old checkpoint under this name.
     let other = fs::fstat(&holder).is_ok_and(|stat| Some(id(&stat)) != id_of(parent, old));
     let Ok(old) = open_child(parent, old) else { return false };
     let later =
@@ -231,7 +231,7 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
             match finding.state {
                 State::Dead => {}
                 State::Unknown => {
-                    // An empty directory needs no proof: a live writer creates it again.
+                    // An empty directory needs no proof: a live writer makes another one.
                     let _ = fs::unlinkat(parent, found, AtFlags::REMOVEDIR);
                     continue;
                 }

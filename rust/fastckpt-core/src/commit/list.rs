@@ -20,7 +20,7 @@ use crate::sys::fs::{self, AtFlags, FileType};
 pub struct Listed {
     /// The name of the checkpoint.
     pub name: OsString,
-    /// The path, to load it.
+    /// The path under which a load finds the checkpoint.
     pub path: PathBuf,
     /// Seconds since 1970 UTC when the save began; `None` if the manifest is damaged.
     pub created: Option<f64>,

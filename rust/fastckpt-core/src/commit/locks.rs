@@ -112,7 +112,7 @@ mod tests {
         let of = |magic, minor| of(magic, || options_of(&mounts, 98, minor).map(str::to_owned));
         assert_eq!(of(NFS, 0), Reach::Everywhere);
         assert_eq!(of(NFS, 1), Reach::Unknown);
-        assert_eq!(of(NFS, 9), Reach::Unknown, "there is no such mount");
+        assert_eq!(of(NFS, 9), Reach::Unknown, "no such mount");
         assert_eq!(of(LUSTRE, 2), Reach::Everywhere);
         assert_eq!(of(LUSTRE, 3), Reach::Unknown);
         assert_eq!(of(0x6573_5546, 0), Reach::Unknown, "FUSE");

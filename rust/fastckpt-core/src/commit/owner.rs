@@ -32,7 +32,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// The owner that names this process.
+    /// This process.
     pub(super) fn myself() -> Self {
         static BOOT: OnceLock<u64> = OnceLock::new();
         let boot = *BOOT.get_or_init(|| {
@@ -57,7 +57,7 @@ impl Owner {
         })
     }
 
-    /// Whether the process runs; `None` if this process cannot see it.
+    /// Whether the process runs; `None` if it cannot be seen from here.
     fn runs(self) -> Option<bool> {
         let me = Self::myself();
         if me.boot == 0 || me.namespace == 0 || (self.boot, self.namespace) != (me.boot, me.namespace) {
@@ -125,7 +125,7 @@ pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     Verdict { life, _lock: lock }
 }
 
-/// Whether the manifest in `directory` is empty, so that the save has not sealed it.
+/// Whether the manifest in `directory` is empty, which means that the save had not sealed it.
 fn is_unsealed(directory: BorrowedFd<'_>) -> bool {
     fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_size == 0)
 }

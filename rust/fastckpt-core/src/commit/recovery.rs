@@ -122,7 +122,7 @@ enum Then {
     Missing,
 }
 
-/// Puts back an old checkpoint whose writer died between the two plain renames. If it cannot be moved (the mount is
+/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay (the mount is
 /// read-only, or its writer may be alive and has taken too `long`), it is read in place.
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool) -> Then {
     let before = changed(parent);
@@ -143,7 +143,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
             Ok(()) => {
                 let _ = sync(parent);
             }
-            // Another process put it back.
+            // Another process put it back, or took the name.
             Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
             Err(_) => return Then::Read(parent_path.join(aside.name)),
         }
@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// Like [`open_checkpoint`], with a clock for the time since the beginning. It is read once before each attempt, so
-/// that the last attempt comes after the end of the wait: on a busy machine a single attempt may take longer.
+/// Like [`open_checkpoint`], with a clock for the time since the beginning. The clock is read once before each attempt,
+/// so that the last attempt comes after the end of the wait: on a busy machine a single attempt may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {

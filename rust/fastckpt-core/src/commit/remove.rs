@@ -16,14 +16,14 @@ use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, FileType};
 
-/// Whether a file, one of these files, keeps their directory from being removed.
+/// Whether the directory that holds these files must stay because of the given file.
 type StaysWith<'a> = &'a dyn Fn(&Files, &CStr) -> bool;
 
 /// Durably removes the checkpoint at `path`, and its leftovers under other names from killed saves. It does not wait
 /// for readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Fails if there are files that are not part of the checkpoint. Plain files are removed, too, if `more` lists their
-/// names or if `force` is set.
+/// Files that are not part of the checkpoint are an error, except plain files that `more` names, or all plain files
+/// with `force`: these are removed, too.
 pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
     let stays_with = |files: &Files, file: &CStr| {
         let listed = || more.iter().any(|one| one.as_bytes() == file.to_bytes());

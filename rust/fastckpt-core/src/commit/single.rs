@@ -89,8 +89,8 @@ impl SingleFile {
         self.file.write(offset, bytes).map_err(Error::io("write", &self.workspace.path_of(DATA)))
     }
 
-    /// Gives the file its path, durably. The file has the first `nbytes` bytes, whose CRC-64/NVME is `sum`. The sum is
-    /// stored with the file if the file system supports that.
+    /// Cuts the file to its first `nbytes` bytes, whose CRC-64/NVME is `sum`, and gives it its path, durably. The sum
+    /// is stored with the file if the file system supports that.
     pub fn publish(self, nbytes: u64, sum: u64) -> Result<()> {
         let Self { workspace, file: Incoming { file, .. }, old } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));

@@ -44,7 +44,7 @@ pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
-/// Looks up `name`: nothing has it, a directory that may be replaced has it, or an error.
+/// Looks up `name`. Returns the directory that a save may replace, or `None` if the name is free. Fails otherwise.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
     name: &OsStr,

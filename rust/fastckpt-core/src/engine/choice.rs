@@ -8,7 +8,7 @@ use super::report::{Engine, Fallback, Fell};
 /// Threads of an engine that has one direct operation in flight per thread: enough to keep a device busy while some
 /// threads copy.
 const BLOCKING_THREADS: usize = 12;
-/// Threads that use the page cache. The processor does this work, and a file allows one writer at a time.
+/// Threads that use the page cache, where the processor does the work and a file allows one writer at a time.
 const BUFFERED_THREADS: usize = 4;
 /// More ring threads than this were never faster: more threads speed up the copying, not the submission.
 const RING_THREADS: usize = 8;

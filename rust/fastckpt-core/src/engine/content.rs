@@ -12,7 +12,7 @@ use crate::sys::strided::{Rows, Strided};
 /// half is filled while the other half moves. Python's GIL is taken once for each call.
 pub const BATCH: usize = 16 << 20;
 
-/// A request to fetch bytes of number `index`, from `start` on.
+/// A request for bytes of the tensor with the number `index`, from `start` on.
 #[derive(Debug)]
 pub struct Pulled<'a> {
     /// The number of the [`Pull`].
@@ -23,7 +23,7 @@ pub struct Pulled<'a> {
     pub to: &'a mut [u8],
 }
 
-/// Bytes of number `index` to hand over, from `start` on.
+/// Bytes to hand over to the destination with the number `index`, from `start` on.
 #[derive(Debug, Clone, Copy)]
 pub struct Pushed<'a> {
     /// The number of the [`Push`].
@@ -86,14 +86,14 @@ pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u
 }
 
 impl Push {
-    /// A destination with a callback of its own, which takes bytes that begin at a given start.
+    /// A destination with a separate callback, which takes the bytes from a start on.
     pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
         Self { drain: Arc::new(drain), index: 0 }
     }
 }
 
-/// Takes bytes, like a [`Drain`], in another part of this crate. Its errors are passed on unchanged.
+/// A callback in another part of this crate. It takes bytes from a start on, and its errors are passed on unchanged.
 pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 
 /// Where the bytes of a tensor to save are.
@@ -115,8 +115,8 @@ pub enum Destination {
     Strided(Strided),
     /// Elsewhere: handed over piece by piece.
     Push(Push),
-    /// Bytes of a larger array elsewhere, handed over piece by piece. The rows are their places in the array, and the
-    /// number is the first byte of this tensor's bytes there.
+    /// Bytes of a larger array elsewhere, handed over piece by piece. The rows give the places in the array, and the
+    /// number is the byte of the array at which the first row begins.
     Rows(Push, Arc<Rows>, u64),
     /// Handed over to another part of this crate, piece by piece.
     Take(Take),
@@ -127,7 +127,7 @@ pub enum Destination {
 }
 
 impl Content {
-    /// A tensor with a callback of its own, which copies bytes that begin at a given start.
+    /// A tensor with a separate callback, which copies the bytes from a start on.
     pub fn each(copy: impl Fn(u64, &mut [u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let fill = move |all: &mut [Pulled<'_>]| all.iter_mut().try_for_each(|one| copy(one.start, one.to));
         Self::Pull(Pull { fill: Arc::new(fill), index: 0 })

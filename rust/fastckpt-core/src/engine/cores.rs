@@ -30,7 +30,7 @@ fn share(root: &Path, own: usize, ranks: usize) -> usize {
 fn together(base: &Path, line: &str) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, name) = (fields.next()?, fields.next()?);
-    // Version 2 has no controllers here. In a container the name may not exist: the root is the container's group.
+    // Version 2 has no controllers here. In a container the name may not exist, but the root is the container's group.
     let tops = controllers.split(',').filter(|controller| matches!(*controller, "" | "cpu" | "cpuset"));
     let limits = tops.flat_map(|top| {
         let groups = Path::new(name.trim_start_matches('/')).ancestors();

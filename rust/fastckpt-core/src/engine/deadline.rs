@@ -32,8 +32,8 @@ enum Word<T> {
     End(Result<T>),
 }
 
-/// Runs `job`, a step of a save to `path`. With a `deadline`, it fails once no call to the storage has ended for that
-/// long while one is under way. Then the job is abandoned, so it must own all that it uses. See also [`refuse`].
+/// Runs `job`, a step of a save to `path`. With a `deadline`, it fails once a call to the storage has lasted that long
+/// and no other has ended meanwhile. Then the job is abandoned, so it must own all it uses. See also [`refuse`].
 pub fn within<T: Send + 'static>(
     deadline: Option<Duration>,
     path: &Path,

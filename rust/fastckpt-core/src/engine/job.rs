@@ -49,7 +49,7 @@ pub trait Job: Sync {
     /// Whether blocks go to the disk or come from it.
     const WRITE: bool;
 
-    /// Whether blocks may wait for other processes. If so, the calling thread moves none and only reports progress.
+    /// Whether blocks may wait for other processes. If so, the calling thread moves none: it keeps reporting progress.
     fn waits(&self) -> bool {
         false
     }

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How much unused time is made up for. With it, the time in which a worker copies and writes does not add to its
-/// waiting time. More slack would cause a burst after each stall.
+/// How much unused time is made up for. With this slack, the time in which a worker copies and writes does not add to
+/// its waiting time. More slack would cause a burst after each stall.
 const SLACK: Duration = Duration::from_millis(200);
 
 /// Hands out time, block by block. A block is booked before it moves, so the last block is counted, too.

@@ -114,7 +114,7 @@ impl Ranks {
 pub struct Options {
     /// The requested engine.
     pub io: Io,
-    /// The number of worker threads. By default, the engine chooses it for these cores.
+    /// The number of worker threads. By default, it depends on the engine and the number of cores.
     pub threads: Option<usize>,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
@@ -169,7 +169,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// These options with the settings for measurements that the environment has: `FASTCKPT_BLOCK_SIZE` (bytes, whole
+    /// These options with the settings for measurements from their environment: `FASTCKPT_BLOCK_SIZE` (bytes, whole
     /// pages, at most 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = limits::MAX_BLOCK;

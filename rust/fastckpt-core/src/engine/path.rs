@@ -126,7 +126,7 @@ impl Blocks {
         self.0[path as usize].iter().sum()
     }
 
-    /// The nonzero counts, with names of I/O path and reason such as `staged: small tensors`.
+    /// The nonzero counts, each with its I/O path and reason in words, such as `staged: small tensors`.
     pub fn by_reason(&self) -> impl Iterator<Item = (String, u64)> {
         let pairs = IoPath::ALL.into_iter().flat_map(|path| Reason::ALL.map(|reason| (path, reason)));
         pairs.filter(|&(path, reason)| self.of(path, reason) > 0).map(|(path, reason)| {

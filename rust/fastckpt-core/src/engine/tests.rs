@@ -168,7 +168,7 @@ fn run_with<const WRITE: bool>(
     run_on(&open, job, &choice, &options, BLOCK as u64, &operation, progress)
 }
 
-/// Writes, reads and compares, each under the faults of `plan`. Returns what ran, and how many faults were met.
+/// Writes, then reads, each under the faults of `plan`, and compares. Returns what ran, and how many faults were met.
 fn round_trip(bytes: usize, threads: usize, plan: impl Fn() -> Option<FaultPlan>) -> ([Ran; 2], usize) {
     let (stored, plans) = (Memory::of(Vec::new()), [plan(), plan()]);
     let writing = Blocks::<true>::new(bytes, true);
@@ -273,7 +273,7 @@ fn the_tail_is_an_operation_of_its_own_that_comes_first() {
     let operations = std::mem::take(&mut stored.lock().unwrap().operations);
     assert_eq!(operations, [operation(PAGES, 100, false), operation(0, PAGES, true)]);
     assert_eq!((ran.blocks.on(IoPath::Staged), ran.blocks.on(IoPath::Buffered)), (1, 0));
-    // Faults strike the tail, too.
+    // The tail can fail, too.
     let plan = FaultPlan::new(0, Fault::Errno(libc::EIO), false);
     let error = run(&job, &stored, 1, Some(&plan), &mut go_on).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EIO));

@@ -225,7 +225,7 @@ impl Default for Filled {
 }
 
 impl Filled {
-    /// Reports that the buffer is filled up to the end of `bytes`, its beginning. These bytes must not change any more.
+    /// Records that the buffer is filled up to the end of `bytes`, its first bytes, which must not change any more.
     pub fn reached(&mut self, bytes: &[u8]) {
         if bytes.len() - self.summed >= PASS {
             self.sum(bytes);
@@ -258,7 +258,7 @@ pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     crc
 }
 
-/// Makes `pull` fill `to` part by part, from the start of each part, and `sum` process each part while it is in cache.
+/// Calls `pull` to fill `to` part by part, given the start of each part, and `sum` on each part while it is in cache.
 ///
 /// The source is read once. If it changes meanwhile, this affects which bytes are written, but their checksum is right.
 fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnMut(&[u8])) {

@@ -19,8 +19,8 @@ pub struct LinkedShard {
 /// The shards of another checkpoint that a save reuses, and the tensors that it groups for reuse by a later save.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reuse<'a> {
-    /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with other tensors. Empty
-    /// if no tensor is expected to.
+    /// For each tensor, whether it is expected to stay unchanged. Such tensors have separate shards. Empty if no tensor
+    /// is expected to.
     pub unchanged: &'a [bool],
     /// Shards of the other checkpoint. Their tensors are in no other shard.
     pub linked: &'a [LinkedShard],

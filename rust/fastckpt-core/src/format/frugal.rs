@@ -130,9 +130,9 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
     }
 }
 
-/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. The wrapped deserializer and
-/// its visitors would copy a text with escapes, and would quote a misplaced text in the error, with escapes for each of
-/// its bytes. Only visitors of numbers, arrays and objects are called.
+/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. Without the wrapper, the
+/// deserializer and its visitors would copy a text with escapes, and quote a misplaced text in the error, with escapes
+/// for each of its bytes. Only visitors of numbers, arrays and objects are called.
 pub(super) struct Frugal<T>(pub(super) T);
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Frugal<D> {

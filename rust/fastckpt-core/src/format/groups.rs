@@ -20,7 +20,7 @@ pub struct Group {
     pub without: String,
 }
 
-/// The groups of a state whose model has names that start with `prefix`. If `prefix` is empty, all is the model.
+/// The groups of a state whose model has names that start with `prefix`. An empty `prefix` covers all tensors.
 #[must_use]
 pub fn of(prefix: &str) -> Vec<Group> {
     beside(prefix, "")
@@ -68,7 +68,7 @@ pub fn is_shard_name(name: &str) -> bool {
     }
 }
 
-/// Whether `file` has a name of a group's shards inside their directory.
+/// Whether `file` is a name that a shard of `group` can have inside its directory.
 #[must_use]
 pub fn is_named(group: &str, file: &str) -> bool {
     let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());

@@ -38,8 +38,8 @@ pub struct Checkpoint {
     pub(super) body: Body,
     /// The first bytes of the manifest. They hold a checksum of the rest.
     seal: Vec<u8>,
-    /// The shards whose headers were compared with their checksums, so that reads of single tensors do not repeat this
-    /// for a header of megabytes each time.
+    /// The shards whose headers were found to match their checksums, so that reads of single tensors do not check a
+    /// header of megabytes each time.
     sound_headers: Vec<OnceLock<()>>,
 }
 

@@ -441,7 +441,7 @@ impl Job for ReadJob<'_> {
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        // If the file ends early, the bytes before its end are valid.
+        // If the file ends early, the bytes before its end have been read.
         let (end, reason) = match moved {
             Ok(()) => (u64::MAX, String::new()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {

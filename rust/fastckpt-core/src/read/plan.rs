@@ -96,7 +96,7 @@ pub(super) struct Piece {
     pub(super) len: usize,
     /// The expected checksum, if the piece must be verified.
     pub(super) crc: Option<u64>,
-    /// Whether the piece is a part of an extent whose checksum is needed.
+    /// Whether the piece is only a part of an extent, and its checksum must be computed.
     pub(super) sum: bool,
     pub(super) destination: PieceDestination,
 }
@@ -119,7 +119,7 @@ pub(super) enum PieceDestination {
         after: Region,
     },
     Strided(Strided),
-    /// All bytes of the piece, or only the bytes of rows, which are in an array from a byte on.
+    /// All bytes of the piece, or only the bytes of rows, the first of which begins at this byte of an array.
     Push(Push, Option<(Arc<Rows>, u64)>),
     Take(Take),
     Mapped(Arc<FileMap>),
@@ -250,7 +250,7 @@ impl Plan {
         }
     }
 
-    /// Adds all pieces, joined to blocks. A `whole` extent is one piece for all its destinations.
+    /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece for all destinations.
     fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.
         pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard(), piece.offset));

@@ -31,7 +31,7 @@ pub(super) fn is_stale(error: &io::Error) -> bool {
 }
 
 /// Whether the open directory is no longer the one at `path`, after `error` in it. `certain` records that the directory
-/// still was the one there, so that the wait happens only once.
+/// was still the one there, so that the wait happens only once.
 pub(super) fn is_replaced(
     directory: &OwnedFd,
     path: &Path,

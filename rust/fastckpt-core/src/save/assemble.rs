@@ -47,7 +47,7 @@ struct Filling<'a> {
 }
 
 impl<'a> Filling<'a> {
-    /// Begins a unit, whose staging buffer is filled up to `at`.
+    /// Begins a unit whose staging buffer is filled up to `at`.
     fn new(bytes: &'a mut [u8], at: usize) -> Self {
         let crc = checksum::of(&[]);
         Self { bytes, parts: Vec::new(), at, taken: 0, summed: 0, crc, straight_crc: crc }
@@ -181,8 +181,8 @@ impl Assembler {
             .unwrap_or_else(|| self.pages.get_or_init(PageMap::open).is_huge(memory.address(), memory.len()))
     }
 
-    /// The extents in a unit, each with its parts that are written without a copy, and the reason why the largest of
-    /// the other parts is not.
+    /// The extents in a unit, each with its parts that are written without a copy, and the reason why the largest
+    /// extent without such parts has none.
     fn pieces<W: Work>(
         &self,
         work: &W,
@@ -217,7 +217,7 @@ impl Assembler {
     }
 
     /// Prepares a unit for writing to `file` and records its checksums. Bytes that cannot be written without a copy are
-    /// copied to a staging buffer, in file order. With `copy_all`, all bytes are.
+    /// copied to a staging buffer, in file order. With `copy_all`, all bytes are copied there.
     pub(super) fn assemble<W: Work>(
         &self,
         work: &W,
@@ -267,7 +267,7 @@ impl Assembler {
         mut slab: Slab,
     ) -> Result<Assembled> {
         let need = unit.len() as usize;
-        // Accessed only once, because each access asks the kernel which process owns the memory.
+        // Accessed only once, because each access asks the kernel for the id of this process.
         let bytes = &mut slab[..need];
         let header = header(&work.plan().shards[unit.shard], unit);
         bytes[..header.len()].copy_from_slice(header);
@@ -310,7 +310,7 @@ impl Assembler {
     ) -> Result<Assembled> {
         let range = unit.start as usize..unit.end as usize;
         let stretch = image.part(range).ok_or_else(Content::too_short)?;
-        // Accessed only once, because each access asks the kernel which process owns the memory.
+        // Accessed only once, because each access asks the kernel for the id of this process.
         let bytes: &[u8] = &stretch;
         self.sum(work, (number, unit), bytes);
         let direct = file.is_direct() && bytes.len() >= PAGE as usize;

@@ -27,7 +27,7 @@ const TRUSTED: u64 = 16;
 /// Unchanged tensors get separate files if they make up at least 1/`FEW` of the bytes that are written of their group.
 const FEW: u64 = 16;
 
-/// A state that is saved with a base, and the inputs of its layout without one.
+/// A state that is saved with a base, and the inputs of its layout without a base.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct State<'a> {
     pub(crate) tensors: &'a [TensorSpec],
@@ -126,7 +126,7 @@ impl LinkedShards {
         Ok(linked)
     }
 
-    /// Opens a base. If there is no base at the path, adds a warning.
+    /// Opens a base. If there is no usable base at the path, adds a warning.
     pub(crate) fn open(&mut self, path: &Path, block_size: u64) -> Option<Checkpoint> {
         let why = match open(path, block_size) {
             Ok(base) => return Some(base),
@@ -265,8 +265,8 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
     Ok(base)
 }
 
-/// The shards of a base whose tensors are all in this state, unchanged, and in one of its groups. `same` has for each
-/// tensor of the state its number in the base.
+/// The shards of a base whose tensors are all in this state, unchanged, and all in the same group of it. `same` has for
+/// each tensor of the state its number in the base.
 fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
     let mut own = vec![None; base.tensors.len()];
     for (tensor, index) in same.iter().enumerate() {
@@ -367,7 +367,7 @@ fn link(
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    // A clone is a different file than the base's file.
+    // A clone is a different file from the base's file.
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);

@@ -44,7 +44,7 @@ use crate::telemetry::{self, Kind, Operation};
 pub enum Contents<'a> {
     /// Tensors, each with its own contents.
     Tensors(&'a [Content]),
-    /// The shards of a plan as they will be in their files, which cannot change. The plan must match the request.
+    /// The shards of a plan as they will be on the disk, in memory that cannot change. The plan must match the request.
     Images(&'a Plan, &'a [Stretch]),
 }
 
@@ -162,8 +162,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Links the unchanged files of a base. Returns the tensors' contents, the linked files, and the layout of the
-    /// other files if it differs from `first`.
+    /// Links the unchanged files of a base. Returns the tensors' contents, the linked files, and the new layout if it
+    /// differs from `first`.
     fn compare(
         &self,
         workspace: &Workspace,

@@ -16,7 +16,7 @@ use crate::telemetry::Operation;
 pub enum Bytes<'a> {
     /// The contents of each tensor. Contents of tensors in shards that are not written are ignored.
     Tensors(&'a [Content]),
-    /// The shards as they will be in their files, which cannot change.
+    /// The shards as they will be on the disk, in memory that cannot change.
     Images(&'a [Stretch]),
 }
 

@@ -19,7 +19,7 @@ pub(super) struct Whole<'a> {
     part: &'a Part<'a>,
     /// The contents of each tensor; empty if there are `images`.
     contents: &'a [Content],
-    /// The shards as they will be in their files.
+    /// The shards as they will be on the disk.
     images: &'a [Stretch],
     /// The number of the first block of each shard, and then the number of all blocks.
     first_block: Vec<usize>,

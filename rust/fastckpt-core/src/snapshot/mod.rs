@@ -1,5 +1,5 @@
-//! Snapshots: copies of a state, which may change while its copy is written. A single process copies its state into
-//! images of its files, laid out at the call. A rank copies its parts; the files are laid out after the ranks agree.
+//! Snapshots: a state is copied, so that it may change while the copy is written. A single process copies it into
+//! images of its files, laid out at the call. A rank copies its parts: the files are laid out after the ranks agree.
 
 mod staging;
 

@@ -1,4 +1,4 @@
-//! Staging: copies all contents into one memory region, each to its place, in pieces and with several threads.
+//! Staging: copies contents into one memory region, each to its place, in pieces and with several threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

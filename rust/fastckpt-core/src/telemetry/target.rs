@@ -43,7 +43,7 @@ const UNITS: [(&str, f64); 9] = [
     ("b/s", 1.0),
 ];
 
-/// A smaller number without a unit is refused: its user probably means another unit than bytes/s.
+/// A smaller number without a unit is refused: the user probably means another unit than bytes/s.
 const LEAST_BARE: f64 = 1e4;
 
 /// The bytes/s of a rate such as `2.5gb/s`, or of a bare number. `None` below 1, or beyond any storage.

@@ -82,7 +82,7 @@ fn an_operation_is_counted_from_begin_to_end() {
     drop(lane);
     operation.phase(Phase::Fsync);
     operation.phase(Phase::Write);
-    assert_eq!(slot.phase.load(Relaxed), Phase::Fsync as u32, "a phase is never left for an earlier phase");
+    assert_eq!(slot.phase.load(Relaxed), Phase::Fsync as u32, "a phase never goes back");
     operation.tick();
     let totals = &operation.segment.process;
     let failed = totals.saves_failed.load(Relaxed);
@@ -152,7 +152,7 @@ fn a_save_is_shown_while_its_state_is_copied() {
     begun.fail(Some(5));
     assert_eq!((phase(), slot.bytes_staged.load(Relaxed)), (1, 60));
     operation.phase(Phase::Stage);
-    assert_eq!(phase(), Phase::Plan as u32, "a phase is never left for an earlier phase");
+    assert_eq!(phase(), Phase::Plan as u32, "a phase never goes back");
     operation.phase(Phase::Write);
     assert_eq!(phase(), Phase::Write as u32);
     operation.end(Ok(()));
@@ -329,6 +329,6 @@ fn a_job_is_its_launcher() {
     assert_eq!(
         launch(&pod("a-master-0", "0"), 8, 1),
         launch(&none, 8, 1),
-        "a restarted job may meet at another store"
+        "a restarted attempt may meet at another address"
     );
 }

@@ -50,7 +50,7 @@ pub struct Faulty {
     inner: Box<dyn Backend>,
     plan: FaultPlan,
     failed: Vec<Completed>,
-    /// Blocks in flight that request too few bytes: their number, and the real ends of their memory and their tail.
+    /// Blocks in flight that request too few bytes: for each, its number, and the real ends of its memory and tail.
     cut: Vec<(usize, usize, usize)>,
 }
 

@@ -196,7 +196,7 @@ mod tests {
             errno.set(None);
             assert!(files.acquire(1, &open).unwrap().is_some());
             errno.set(Some(libc::EACCES));
-            assert_eq!(files.acquire(2, &open).unwrap_err().errno(), Some(libc::EACCES), "waiting is futile");
+            assert_eq!(files.acquire(2, &open).unwrap_err().errno(), Some(libc::EACCES), "no reason to wait");
         }
     }
 

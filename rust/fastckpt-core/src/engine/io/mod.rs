@@ -2,7 +2,7 @@
 //!
 //! - [`uring`]: several operations in flight per thread, with the fewest system calls. Most containers do not allow it,
 //!   because the default seccomp profiles of Docker and containerd block it.
-//! - [`blocking`]: one call at a time, so depth comes from threads. Works everywhere. The reference for `io_uring`.
+//! - [`blocking`]: one call at a time, so depth comes from threads. Works everywhere. The oracle for the other backend.
 //! - [`fault`]: wraps either of them and injects faults, for tests.
 
 pub mod backend;

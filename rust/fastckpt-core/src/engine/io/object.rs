@@ -16,7 +16,7 @@ pub const REQUESTS: usize = 16;
 /// The maximum number of bytes in flight in one load.
 pub const IN_FLIGHT: usize = 256 << 20;
 
-/// The files of one checkpoint in a store. Worker threads call its methods.
+/// The files of one checkpoint in a store. Worker threads call these methods.
 ///
 /// The error `NotFound` means that an object is missing, and `InvalidData` that there is no checkpoint. All other
 /// errors concern the connection to the store, not the checkpoint.
