@@ -26,7 +26,7 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
     (0..count).map(tensor).collect()
 }
 
-/// One completion: all counters that a worker writes for a block. The bar is 50 ns.
+/// One completed block: all counters that a worker writes for it. The limit is 50 ns.
 fn counters(c: &mut Criterion) {
     let operation =
         Operation::begin(Kind::Save, Path::new("/nowhere/bench"), Call::default(), &Environment::default());
@@ -122,7 +122,7 @@ fn manifests(c: &mut Criterion) {
     group.finish();
 }
 
-/// Copies a part of a state to a message and sums it in the same pass.
+/// Copies a part of a state into a message and computes its checksum in the same pass.
 fn packed(message: &mut [u8], part: &[u8]) -> u64 {
     let mut sum = Filled::default();
     for at in (0..part.len()).step_by(PASS) {
@@ -134,7 +134,7 @@ fn packed(message: &mut [u8], part: &[u8]) -> u64 {
 }
 
 fn checksums(c: &mut Criterion) {
-    // A state, and buffers that serve its blocks in turn: neither stays in the caches.
+    // A state, and 16 buffers that hold its blocks in turn. Both are too large for the caches.
     let (state, mut staging) = (vec![7u8; 256 << 20], vec![0u8; 64 << 20]);
     let blocks = || state.chunks(4 << 20);
     let mut copied = |copy: &dyn Fn(&mut [u8], &[u8])| {
@@ -153,7 +153,7 @@ fn checksums(c: &mut Criterion) {
     });
     group.finish();
 
-    // A rank packs messages of 1 MiB from a state: the difference is the cost of their checksums.
+    // A rank packs messages of 1 MiB from a state. The difference between the two is the cost of the checksums.
     let mut message = vec![0u8; 1 << 20];
     let mut group = c.benchmark_group("message");
     group.throughput(Throughput::Bytes(256 << 20)).sample_size(20);

@@ -1,6 +1,6 @@
 //! The environment variables. The core never reads them itself: a `getenv` while another thread calls `setenv` can
-//! crash the process, and only the caller knows which lock prevents that (in Python, the GIL). So the caller looks up
-//! all variables and passes them down.
+//! crash the process, and only the caller can hold the lock that prevents that (in Python, the GIL). So the caller
+//! looks up all variables and passes them down.
 
 use std::ffi::{OsStr, OsString};
 

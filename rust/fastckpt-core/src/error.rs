@@ -1,4 +1,4 @@
-//! The only error type: the operation, the path, the cause, and the remedy.
+//! The only error type: the operation, the path, the cause, and what to do.
 
 use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
@@ -24,29 +24,29 @@ pub enum Error {
     Corrupt {
         /// The damaged file.
         path: PathBuf,
-        /// What was found.
+        /// What is wrong with the file.
         what: String,
     },
     /// The directory at the path was not written by fastckpt.
     #[error("`{}` is not a checkpoint of fastckpt: {}", Visible(&path.display()), Visible(why))]
     Foreign {
-        /// The path that was given.
+        /// The path that the caller passed.
         path: PathBuf,
-        /// The reason why it is none.
+        /// Why it is not a checkpoint.
         why: String,
     },
     /// The checkpoint was replaced or removed while it was read.
     #[error("`{}` was replaced or removed while it was read: open it again", path.display())]
     Replaced {
-        /// The checkpoint.
+        /// The path of the checkpoint.
         path: PathBuf,
     },
     /// This release does not read the format version of the manifest.
     #[error("`{}` {why}", Visible(&path.display()))]
     Version {
-        /// The manifest.
+        /// The path of the manifest.
         path: PathBuf,
-        /// The reason, and the remedy.
+        /// The reason, and what to do.
         why: String,
     },
     /// The target path exists and must not be replaced.
@@ -63,21 +63,21 @@ pub enum Error {
     /// The path must not be removed.
     #[error("cannot remove `{}`: {why}", Visible(&path.display()))]
     Stays {
-        /// The path that was given.
+        /// The path that the caller passed.
         path: PathBuf,
         /// Why it must not be removed.
         why: String,
     },
-    /// Storage does not answer.
+    /// The storage does not respond.
     #[error("{}", hangs(operation, path, *.seconds, *.end))]
     Hangs {
         /// The operation that does not end, as a verb phrase.
         operation: &'static str,
-        /// Its file or directory.
+        /// The file or directory on which the operation hangs.
         path: PathBuf,
-        /// For how many seconds.
+        /// For how many seconds the operation has not ended.
         seconds: f64,
-        /// What that means for the save.
+        /// The consequence for the save.
         end: Given,
     },
     /// The tensors or options do not form a valid checkpoint.
@@ -89,10 +89,10 @@ pub enum Error {
     /// A callback of the caller, run by a worker, failed.
     #[error("copying a tensor failed: {0}")]
     Callback(String),
-    /// Another rank, or another part of this one, failed; the mail of this rank was stopped.
+    /// Another rank, or another part of this rank, failed. The mail of this rank was stopped.
     #[error("the exchange with other ranks was stopped: {0}")]
     Stopped(String),
-    /// Bytes of another rank differ from what it sent.
+    /// Bytes of another rank differ from what that rank sent.
     #[error("{0}")]
     Altered(String),
     /// The caller asked to stop.
@@ -103,38 +103,38 @@ pub enum Error {
     Panic(String),
 }
 
-/// The outcome of a save whose storage does not answer.
+/// What has become of a save whose storage does not respond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
-    /// It was given up, and nothing of it gets the checkpoint's name.
+    /// The save was given up, and no part of it gets the checkpoint's name.
     Up,
-    /// It was given up while the checkpoint was getting its name.
+    /// The save was given up while the checkpoint was getting its name.
     UpAtTheEnd,
-    /// It has not begun: an earlier one was given up.
+    /// The save has not begun, because an earlier one was given up.
     NotBegun,
 }
 
 impl Error {
-    /// Returns a closure that wraps a system error, for `map_err`.
+    /// Returns a closure that wraps a system error, to be passed to `map_err`.
     pub fn io<E: Into<std::io::Error>>(operation: &'static str, path: &Path) -> impl FnOnce(E) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { operation, path, source: source.into() }
     }
 
-    /// The error of a failed transfer. With `strict`, only direct I/O is allowed, so its refusal is the failure.
+    /// The error of a failed transfer. With `strict`, only direct I/O is allowed, so `EINVAL` is its refusal.
     #[must_use]
     pub fn transfer(operation: &'static str, path: &Path, error: std::io::Error, strict: bool) -> Self {
         let refused = strict && error.raw_os_error() == Some(libc::EINVAL);
         Self::io(if refused { DIRECT } else { operation }, path)(error)
     }
 
-    /// Direct I/O was required and `path` does not support it.
+    /// The error if direct I/O was required and `path` does not support it.
     #[must_use]
     pub fn no_direct(path: &Path) -> Self {
         Self::io(DIRECT, path)(std::io::Error::from_raw_os_error(libc::EINVAL))
     }
 
-    /// The system's number for this error, if it has one.
+    /// The errno of this error, if it has one.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -198,16 +198,16 @@ pub(crate) const DIRECT_OVER_NETWORK: &str = "read with direct I/O";
 /// The operation that links a file of another checkpoint.
 pub(crate) const LINK: &str = "link";
 
-/// The operation whose failure means that the process cannot map any more memory.
+/// The operation whose failure means that the process cannot map more memory.
 pub(crate) const MAP: &str = "map";
 
-/// The system's message, without the number that the standard library adds: the exception carries the number.
+/// The system's message without the errno that the standard library adds: the exception carries the errno.
 fn cause(source: &std::io::Error) -> String {
     let text = source.to_string();
     text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
-/// The remedy for the most common causes; empty for the rest.
+/// What to do about the most common causes; empty for all others.
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
         Some(libc::EINVAL) if operation == DIRECT_OVER_NETWORK => {
@@ -241,7 +241,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     }
 }
 
-/// What hangs, and what to do.
+/// Which operation hangs, and what to do.
 fn hangs(operation: &str, path: &Path, seconds: f64, end: Given) -> String {
     let end = match end {
         Given::Up => {

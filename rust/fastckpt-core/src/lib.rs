@@ -1,7 +1,7 @@
 //! The checkpoint engine: plan, write, commit, read, verify.
 //!
 //! Data flows in one direction. The [`mod@format`] defines the place of each byte. The workers of the [`engine`] take
-//! blocks and move them to the disk through a backend. [`commit`] makes the result durable and visible. [`save`] and
+//! blocks and move them to storage through a backend. [`commit`] makes the result durable and visible. [`save`] and
 //! [`read`] connect these parts. `docs/format.md` describes the format, and the code cites its sections.
 //!
 //! The crate is independent of Python. All unsafe code is under `sys`.

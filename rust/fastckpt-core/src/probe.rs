@@ -1,9 +1,7 @@
-//! What works for this process in a directory, found by trials: the facts for `fastckpt doctor`. The caller judges
-//! them.
+//! Finds out by trials what works for this process in a directory: the facts for `fastckpt doctor`, which judges them.
 //!
-//! An answer is an errno: 0 if the feature works, none if it was not tried. The ring, the engine and the files are
-//! requested in the same way as by a save. Nothing is left behind: every trial happens in one directory, which is then
-//! removed.
+//! A result is an errno: 0 if the feature works, `None` if it was not tried. The ring, the engine and the files are
+//! requested in the same way as by a save. Every trial happens in one directory, which is removed afterwards.
 
 use std::fmt::Write as _;
 use std::io;
@@ -31,8 +29,8 @@ use crate::telemetry::layout::Segment;
 
 /// The size of the trial file in bytes: enough for a few large pages.
 const TRIAL: usize = 256 << 10;
-/// How many direct writes to watch at least, and for how long: a single write may be too quick. On a busy machine the
-/// watching thread may get no core, so it must look this often during writes, unless that takes too long.
+/// The minimum number of direct writes to watch, and the time to watch: a single write may be too quick. On a busy
+/// machine the watching thread may get no core, so it must look this often during writes, unless that takes too long.
 const WATCHED_LEAST: usize = 4;
 const WATCH: Duration = Duration::from_millis(30);
 const LOOKS: usize = 100;
@@ -40,24 +38,24 @@ const WATCH_MOST: Duration = Duration::from_secs(2);
 /// `RWF_DONTCACHE` of linux/fs.h.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
 
-/// An errno: 0 if the feature works, none if it was not tried.
+/// An errno: 0 if the feature works, `None` if it was not tried.
 pub type Answer = Option<i32>;
 
 /// Whether a ring is available.
 #[derive(Debug, Clone)]
 pub struct Ring {
-    /// Why a save cannot use a ring; none if it can.
+    /// Why a save cannot use a ring; `None` if it can.
     pub refused: Option<Fallback>,
     /// The result of a plain `io_uring_setup`.
     pub setup: i32,
-    /// The result of `io_uring_enter` without a ring: `EBADF` comes from the kernel, anything else from a filter in
+    /// The result of `io_uring_enter` without a ring: `EBADF` comes from the kernel, any other result from a filter in
     /// front of it.
     pub enter: i32,
-    /// The same for `io_uring_register`: `EBADF` or `EINVAL` comes from the kernel.
+    /// The result of `io_uring_register` without a ring: `EBADF` or `EINVAL` comes from the kernel.
     pub register: i32,
 }
 
-/// A step that fails in the directory, so that nothing else can be tried.
+/// The step that failed in the directory, so that nothing else could be tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
     /// The failed operation, for the text "cannot ... DIR".
@@ -77,9 +75,9 @@ pub struct Files {
     pub direct_read: Answer,
     /// Whether a save would try direct I/O.
     pub direct_used: bool,
-    /// The alignments of memory and of offsets that statx reports; none if it reports none.
+    /// The alignments of memory and of offsets that statx reports; `None` if it reports none.
     pub direct_alignment: Option<(u32, u32)>,
-    /// Whether direct writes bypass the page cache; none if that cannot be observed.
+    /// Whether direct writes bypass the page cache; `None` if that cannot be observed.
     pub direct_bypasses: Option<bool>,
     /// `cachestat`.
     pub cachestat: Answer,
@@ -102,7 +100,7 @@ pub struct Files {
 pub struct Probe {
     /// The ring.
     pub ring: Ring,
-    /// The engine that a save would use, as far as the ring decides.
+    /// The engine that a save would use, as far as the ring determines it.
     pub choice: Choice,
     /// The cores that this process may use.
     pub cores: usize,
@@ -110,7 +108,7 @@ pub struct Probe {
     pub huge_pages: i32,
     /// `MADV_POPULATE_WRITE`.
     pub populate: i32,
-    /// The staging memory that an operation may take, in bytes.
+    /// The maximum staging memory of an operation, in bytes.
     pub staging: u64,
     /// The size of a process's live counters, in bytes.
     pub counters: usize,
@@ -118,7 +116,7 @@ pub struct Probe {
     pub files: Result<Files, Trouble>,
 }
 
-/// Tries everything. `options` are those that a save would get.
+/// Tries everything. `options` are the options that a save would get.
 #[must_use]
 pub fn run(directory: &Path, options: &Options) -> Probe {
     let [setup, enter, register] = ring_calls();
@@ -209,8 +207,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     };
     retry_on_intr(|| rustix::io::pwrite(&plain, &slab[..TRIAL], 0))
         .map_err(|error| failed("write a file in")(error.into()))?;
-    // Pages that were just written are certainly cached. If cachestat does not see them, it sees nothing at all (on
-    // overlayfs it queries the wrong file).
+    // Pages that were just written are certainly cached. If cachestat does not report them, it reports nothing at all
+    // (on overlayfs it queries the wrong file).
     let control = cached_pages(plain.as_fd(), 0, TRIAL as u64);
     found.cachestat =
         Some(control.as_ref().map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |_| 0));
@@ -250,11 +248,11 @@ fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files)
     found.direct_read = system(retry_on_intr(|| rustix::io::pread(&file, &mut slab[..TRIAL], 0)));
 }
 
-/// Writes `bytes` a few times while another thread looks for them in the page cache. A look afterwards is not enough: a
-/// file system that buffers direct writes (btrfs, where it keeps checksums) drops the pages before the write returns.
+/// Writes `bytes` a few times while another thread looks for them in the page cache. Looking afterwards is not enough:
+/// a file system that buffers direct writes (btrfs, if it keeps checksums) drops the pages before the write returns.
 fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
     let (writing, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-    // The first look is before the first write.
+    // The watching thread looks for the first time before the first write.
     let (ready, looks) = (AtomicBool::new(false), AtomicUsize::new(0));
     let look = || {
         let began = writing.load(Ordering::SeqCst);
@@ -270,7 +268,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
                 look();
             }
         };
-        // Without a thread, only pages that stay in the cache are seen.
+        // Without that thread, only pages that stay in the cache are detected.
         let watched = builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();
@@ -330,7 +328,7 @@ mod tests {
     #[test]
     fn the_kernel_itself_answers_a_call_without_a_ring() {
         let [_, enter, register] = ring_calls();
-        // If a filter or a kernel without io_uring answers instead, both calls show it.
+        // If a filter or a kernel without io_uring responds instead, both calls show it.
         let hidden = [libc::EPERM, libc::ENOSYS, libc::EACCES];
         assert!(enter == libc::EBADF || hidden.contains(&enter), "{enter}");
         assert!([libc::EBADF, libc::EINVAL].contains(&register) || hidden.contains(&register), "{register}");

@@ -22,7 +22,7 @@ use safetensors::Dtype;
 
 const ENGINES: [Io; 3] = [Io::Auto, Io::Threads, Io::Buffered];
 const MIB: usize = 1 << 20;
-/// The most calls for a gigabyte.
+/// The maximum number of calls for a gigabyte.
 const MOST: f64 = 70.0;
 
 /// A range of one call: number, first byte, address and length.
@@ -156,14 +156,14 @@ fn a_call_is_for_up_to_16_mebibytes_and_their_memory_is_that_which_was_lent() {
                         let lent = inside(&memory);
                         range.2 >= lent.start && range.2 + range.3 <= lent.end
                     };
-                    assert!(call.iter().all(within), "{io:?}: staging memory that was not lent");
+                    assert!(call.iter().all(within), "{io:?}: the memory is not the lent staging memory");
                 }
                 let direct = report.ran.blocks.on(IoPath::Staged) > 0;
                 assert!(report.ran.blocks.on(IoPath::ZeroCopy) == 0);
                 if direct && report.ran.blocks.on(IoPath::Buffered) == 0 {
                     assert_eq!(report.ran.copied, 0, "{io:?}: {report:?}");
                 }
-                assert_eq!(report.ran.threads, 2, "no more than there are two batches for");
+                assert_eq!(report.ran.threads, 2, "there are batches for two threads only");
             }
             if sizes.len() == 1 {
                 assert!(filled.iter().all(|call| call.len() == 1), "a tensor is asked for in one piece");
@@ -190,7 +190,7 @@ fn tensors_from_memory_and_callbacks_share_blocks_and_shards() {
             let fill = filler(&calls);
             let mut contents = pulled(&sizes, &fill);
             for index in [1, 3, 7, 8] {
-                // Copied into staging buffers, through a separate callback.
+                // These tensors are copied into staging buffers through a separate callback.
                 let bytes = host[index].clone();
                 contents[index] = Content::each(move |start, to| {
                     to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);
@@ -305,5 +305,5 @@ fn lent_memory_serves_one_operation_at_a_time_and_stays_for_it() {
     read(&path, 1, &drain, &options).unwrap();
     assert!(seen.lock().unwrap().iter().flatten().all(|&seen| seen));
     memory.close().unwrap();
-    assert!(matches!(read(&path, 1, &drain, &options), Err(Error::Misused(_))), "it is closed");
+    assert!(matches!(read(&path, 1, &drain, &options), Err(Error::Misused(_))), "the memory is closed");
 }

@@ -62,20 +62,20 @@ use At::{Away, Del, Gone, Name, Old, Tmp};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 struct Dir {
     at: At,
-    /// 0: none, 1: empty, 2: whole.
+    /// 0: no manifest, 1: an empty one, 2: a whole one.
     manifest: u8,
     shards: bool,
     /// A file of another program beside the shards.
     foreign: bool,
-    /// It was taken over from another saver, which may still publish.
+    /// The directory was taken over from another saver, which may still publish.
     adopted: bool,
-    /// When the manifest was written: recovery knows the order only from this.
+    /// When the manifest was written. Recovery determines the order only from this.
     age: u8,
-    /// When it took the name; 0: never.
+    /// When the directory took the name; 0: never.
     rank: u8,
 }
 
-/// The directories: three workspaces, the old checkpoint, the user's own.
+/// The directories: three workspaces, the old checkpoint, the user's directory.
 const LATE: usize = 2;
 const OLD: usize = 3;
 const USERS: usize = 4;
@@ -98,11 +98,11 @@ enum Pc {
     Fail, FailClaim,
     // A claimed directory is removed or given back.
     First, Rest, Unclaim,
-    // A sweep.
+    // The steps of a sweep.
     Pick, Judge, TmpLook, TmpRmdir, TmpClaim, OldLook, OldName, OldClaim,
-    // A load.
+    // The steps of a load.
     Open, Manifest, Shards, Named, Recover, Dead, Relist, PutBack,
-    // The user.
+    // The step of the user.
     Act,
     Done,
 }
@@ -120,15 +120,15 @@ struct Proc {
     pc: Pc,
     then: Pc,
     end: End,
-    /// The directory that, to a saver's knowledge, has the name; or that a loader reads.
+    /// Saver: the old checkpoint, which has the name or was adopted. Loader: the directory that it reads.
     old: u8,
-    /// The directory in hand.
+    /// The directory that the process works on.
     x: u8,
-    /// The temporary name in hand.
+    /// The temporary name that the process works on.
     from: At,
-    /// A saver's attempt; a sweeper's rounds; the user's next act.
+    /// A saver's attempt, a sweeper's remaining rounds, or the user's next action.
     n: u8,
-    /// A saver: the old checkpoint is under `.old-`; a sweeper: its first listing had an `.old-`.
+    /// Saver: the old checkpoint is under `.old-`. Sweeper: its first listing had an `.old-`.
     hold: bool,
 }
 
@@ -139,9 +139,9 @@ const DONE: Proc =
 struct State {
     dirs: [Dir; 5],
     procs: [Proc; 6],
-    /// The earlier holder of the name, for look-ups that a cache answers.
+    /// The directory that had the name before, for look-ups that a cache answers.
     before: u8,
-    /// The checkpoints that were published when the user removed the name.
+    /// The checkpoints that had been published when the user removed the name.
     removed: u8,
     success: u8,
     crashes: u8,
@@ -170,13 +170,13 @@ enum Rule {
     ClaimByRename,
     /// A claimed directory is compared with the examined one, and renamed back if it differs.
     CompareClaimed,
-    /// An `.old-` is put back or adopted only while its successor's `.tmp-` is there.
+    /// An `.old-` is put back or adopted only while its successor's `.tmp-` exists.
     Partner,
     /// The displaced directory is compared with the examined one.
     InodeAfterSwap,
     /// After an exchange back, the directory under `.tmp-` must be the saver's.
     OwnAfterBack,
-    /// A `.tmp-` is not swept while its `.old-` is there. The latter is looked for after the judgement of death.
+    /// A `.tmp-` is not swept while its `.old-` exists. The `.old-` is looked up after the judgement of death.
     SpareTmpWithOld,
     JudgeThenList,
     /// A directory under `.tmp-` or `.old-` without a manifest is foreign unless it is empty.
@@ -272,7 +272,7 @@ fn owner(at: At) -> usize {
     }
 }
 
-/// The finding of a load that runs alone from here.
+/// The result of a load that runs alone from here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum View {
     Missing,
@@ -295,13 +295,13 @@ impl State {
         x != USERS && dir.manifest == 0 && !dir.shards && !dir.foreign
     }
 
-    /// Whether the directory with the name is known to be later than that at `.old-`.
+    /// Whether the directory with the name is known to be later than the one at `.old-`.
     fn supersedes(&self, sc: &Scenario, named: usize, x: usize) -> bool {
         let (named, old) = (&self.dirs[named], &self.dirs[x]);
         !sc.on(CheckpointHasName) || named.manifest == 2 && named.age >= old.age
     }
 
-    /// A rename. `to` is free.
+    /// Renames a directory. `to` is free.
     fn mv(&mut self, x: usize, to: At) {
         let named = self.at(Name);
         self.dirs[x].at = to;
@@ -356,7 +356,7 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// One outcome: the directory and the process after it.
+    /// Adds one outcome: the directory and the process after it.
     fn to(&mut self, pc: Pc, change: impl FnOnce(&mut State, &mut Proc)) {
         let mut next = self.s.clone();
         let mut me = next.procs[self.p];
@@ -375,12 +375,12 @@ impl Step<'_> {
         self.to(pc, |_, _| ());
     }
 
-    /// The possible answers of a look-up of the name: the truth, or a cached answer.
+    /// The possible results of a look-up of the name: the truth, or a cached result.
     fn looks(&self, fresh: bool) -> Vec<Option<usize>> {
         let mut all = vec![self.s.at(Name)];
         if self.sc.stale && !fresh {
             let before = (self.s.before != NONE).then_some(self.s.before as usize);
-            // A directory that is gone answers ESTALE, and the look-up is repeated.
+            // A directory that is gone causes ESTALE, and the look-up is repeated.
             if before != all[0] && before.is_none_or(|x| self.s.dirs[x].at != Gone) {
                 all.push(before);
             }
@@ -423,7 +423,7 @@ impl Step<'_> {
                 let at = self.workspace();
                 self.to(if first_in { Pc::Create } else { Pc::Fill }, |s, _| s.mv(p, at));
             }
-            // Another process took the empty directory: begin again.
+            // Another process took the empty directory, so this one begins again.
             Pc::Create if mine.at == Gone => self.go(Pc::Mkdir),
             Pc::Create if first_in => self.to(Pc::Fill, |s, _| s.dirs[p].manifest = 1),
             Pc::Create => self.to(Pc::Look, |s, _| s.write_manifest(p)),
@@ -514,7 +514,7 @@ impl Step<'_> {
             }
             Pc::Other => self.go(Pc::Back),
             Pc::Back => match (self.s.at(displaced), self.s.at(Name)) {
-                // Another process has it, and this one could not claim it.
+                // Another process has the directory, and this one could not claim it.
                 (None, _) => self.to(if exchange { Pc::Sync } else { Pc::Fail }, |_, me| me.x = NONE),
                 (Some(x), None) => self.to(if exchange { Pc::Done } else { Pc::Fail }, |s, me| {
                     s.mv(x, Name);
@@ -599,7 +599,7 @@ impl Step<'_> {
         }
     }
 
-    /// Claims the examined directory (`x`), and goes on to remove it. A later owner of its name is put back.
+    /// Claims the examined directory (`x`), and continues with its removal. A later owner of its name is put back.
     fn claim(&mut self, name: At, then: Pc, change: impl FnOnce(&mut Proc)) {
         let seen = self.s.procs[self.p].x;
         let found = self.s.at(name).filter(|_| seen != NONE || !self.sc.on(CompareClaimed));
@@ -641,7 +641,7 @@ impl Step<'_> {
         }
     }
 
-    /// Whether a directory under one of our names is ours.
+    /// Whether a directory under one of fastckpt's names belongs to fastckpt.
     fn ours(&self, x: usize) -> bool {
         self.s.dirs[x].manifest > 0 || self.s.empty(x) || !self.sc.on(OnlyOurs)
     }
@@ -876,7 +876,7 @@ impl State {
         self.dirs[p].manifest = 2;
     }
 
-    /// Hard links to foreign files, none into a removed directory.
+    /// Creates hard links to foreign files. Creates none in a removed directory.
     fn carry(&mut self, p: usize, old: usize) {
         if self.dirs[p].at != Gone && self.dirs[old].foreign {
             self.dirs[p].foreign = true;
@@ -892,7 +892,7 @@ impl State {
         }
     }
 
-    /// The invariants of every moment.
+    /// The invariants that hold at every moment.
     fn check(&self, sc: &Scenario) -> Result<(), String> {
         let view = self.view(sc);
         let user = self.removed > 0 || self.put;
@@ -933,7 +933,7 @@ impl State {
         Ok(())
     }
 
-    /// The invariants after all processes end.
+    /// The invariants that hold after all processes end.
     fn check_end(&self, sc: &Scenario) -> Result<(), String> {
         let quiet = self.crashes == sc.crashes && self.wrong == sc.wrong && !self.put && self.spoilt == 0;
         if quiet || sc.late && self.procs[LATE].end == End::Good {
@@ -942,7 +942,7 @@ impl State {
                 return Err(format!("litter: {x} at {:?}", self.dirs[x].at));
             }
         }
-        // A wrong judgement can remove the partner of an `.old-`: then no save carries over from it.
+        // A wrong judgement can remove the partner of an `.old-`. In that case, no save carries over files from it.
         let carried = sc.old && sc.user.is_empty() && (sc.exchange || self.wrong == sc.wrong);
         if let Some(x) = self.at(Name).filter(|_| carried)
             && !self.dirs[x].foreign
@@ -953,7 +953,7 @@ impl State {
     }
 }
 
-/// Each step is a bijection, so two states collide by chance alone: one run in a million would miss a state.
+/// Each step of the hash is a bijection, so two states collide by chance only: one run in a million would miss a state.
 #[derive(Default)]
 struct Mix(u64);
 
@@ -978,7 +978,7 @@ impl Hasher for Mix {
     }
 }
 
-/// Visits every state, breadth first, so that a counterexample is the shortest. Returns how many there are.
+/// Visits every state, breadth first, so that a counterexample is the shortest one. Returns the number of states.
 fn explore(sc: &Scenario) -> Result<usize, String> {
     let key = |state: &State| {
         let mut hasher = Mix(1);
@@ -1022,7 +1022,7 @@ fn explore(sc: &Scenario) -> Result<usize, String> {
         }
         at += 1;
     }
-    // Every state can reach an end.
+    // Checks that every state can reach an end.
     edges.sort_unstable();
     let mut live = vec![false; all.len()];
     for &end in &ends {
@@ -1043,7 +1043,7 @@ fn explore(sc: &Scenario) -> Result<usize, String> {
     }
 }
 
-/// The state before, the process that made a step, and the step; `Done`: it was killed.
+/// The state before, the process that made the step, and the step; `Done` means that the process was killed.
 type Origin = (u32, u8, Pc);
 
 fn trace(all: &[Origin], mut at: usize, why: &str) -> String {
@@ -1058,7 +1058,7 @@ fn trace(all: &[Origin], mut at: usize, why: &str) -> String {
     steps.join("\n  ")
 }
 
-/// The protocol holds in each of the scenarios.
+/// Checks that the protocol holds in each of the scenarios.
 fn holds(scenarios: impl IntoIterator<Item = Scenario>) {
     for sc in scenarios {
         let begin = std::time::Instant::now();
@@ -1132,7 +1132,7 @@ fn a_directory_of_the_users_stays_whole() {
     holds(both().map(|sc| Scenario { loader: true, crashes: 1, savers: 1, ..sc }).flat_map(put));
 }
 
-/// The model can fail, and each rule is needed: without it there is a counterexample.
+/// The model can fail, and each rule is needed: without the rule there is a counterexample.
 #[test]
 fn every_rule_is_needed() {
     let (x, plain) = (Scenario::new(true), Scenario::new(false));

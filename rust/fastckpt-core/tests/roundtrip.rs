@@ -35,7 +35,7 @@ fn tensors(seed: u8) -> Vec<(TensorSpec, Vec<u8>)> {
     sizes.iter().enumerate().map(make).collect()
 }
 
-/// Saves through the interface for memory other than plain host memory, which the tests of the binding cover.
+/// Saves through the interface for memory that is not plain host memory. The tests of the binding cover host memory.
 fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -> Result<Report> {
     let specs: Vec<_> = tensors.iter().map(|(spec, _)| spec.clone()).collect();
     let contents: Vec<_> = tensors
@@ -235,7 +235,7 @@ fn a_panic_is_an_error_and_leaves_nothing() {
 fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let parent = directory();
     let path = parent.path().join("c");
-    // Held until the progress function was called, so that the save cannot end before.
+    // Blocks the save until the progress function is called, so that it cannot end before.
     let asked = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&asked);
     let slow = Content::each(move |_, _| {

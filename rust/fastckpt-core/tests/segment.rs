@@ -1,6 +1,6 @@
-//! The golden segment and the layout, which the monitor's tests read (`docs/telemetry.md`, 9).
+//! Tests of the golden segment and the layout, which the monitor's tests read (`docs/telemetry.md`, 9).
 //!
-//! `FASTCKPT_WRITE_GOLDEN=1 cargo test --test segment` writes them anew: for a new layout version only.
+//! `FASTCKPT_WRITE_GOLDEN=1 cargo test --test segment` writes them again. Do this only for a new layout version.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
@@ -12,7 +12,7 @@ fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data").join(name)
 }
 
-/// Compares with the file in tests/data, or writes it.
+/// Compares `bytes` with the file in tests/data, or writes the file.
 fn golden(name: &str, bytes: &[u8]) {
     let path = data(name);
     #[expect(clippy::disallowed_methods, reason = "a test has no other thread that writes to it")]

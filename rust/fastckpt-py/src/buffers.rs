@@ -19,8 +19,8 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, to_python};
 
-/// The source of tensor `index` of `nbytes` bytes: `address`, where Python has `capacity` bytes, or `fill` if the
-/// address is 0.
+/// The source of the `nbytes` bytes of tensor `index`: the `capacity` bytes of Python memory at `address`, or `fill` if
+/// the address is 0.
 pub(crate) fn content(
     index: usize,
     (address, capacity): (usize, u64),
@@ -42,16 +42,16 @@ pub(crate) fn content(
     Ok(Content::Pull(Pull { fill, index }))
 }
 
-/// Memory of `nbytes` bytes at `address`, to be summed within one call.
+/// Memory of `nbytes` bytes at `address`, whose checksum is computed within one call.
 pub(crate) fn summed(address: usize, nbytes: usize) -> Source {
     // SAFETY: the Python side passes the address and size of a contiguous buffer that it holds until the call returns.
     // The source does not outlive the call, and the core only reads it.
     unsafe { Source::new(address as *const u8, nbytes) }
 }
 
-/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python has
-/// `capacity` bytes, or, if the address is 0, into `drain`, which takes `capacity` bytes. With `rows`, `address` is the
-/// address of the lowest byte.
+/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: the `capacity` bytes of Python memory
+/// at `address`, or, if the address is 0, `drain`, which takes `capacity` bytes. With `rows`, `address` is the address
+/// of the lowest byte.
 pub(crate) fn destination(
     index: usize,
     (nbytes, rows): (u64, Option<&Arc<Rows>>),
@@ -82,8 +82,8 @@ pub(crate) fn destination(
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 
-/// The destination of part `index` of a rank, an array of a shape, a number of bytes and strides: `address`, where
-/// Python has `capacity` bytes, or, if the address is 0, `drain`. With strides, `address` is the address of the lowest
+/// The destination of part `index` of a rank, given its shape, number of bytes and strides: the `capacity` bytes of
+/// Python memory at `address`, or `drain` if the address is 0. With strides, `address` is the address of the lowest
 /// byte.
 pub(crate) fn place(
     index: usize,
@@ -110,8 +110,8 @@ pub(crate) fn place(
     // SAFETY: the Python side passes the address of the lowest byte of writable host memory and its real size in bytes,
     // which it takes from the tensor or array and never from a file. The array is no longer than that, and none of its
     // bytes share memory: both were just checked. Python keeps the memory alive and does not touch it until `read` or
-    // `close` returns, and gives no byte to two requests. The boxes that a load takes of it are those that the share has
-    // of one part, which do not overlap.
+    // `close` returns, and gives no byte to two requests. The boxes of the array that a load fills are those that the
+    // share has of one part, which do not overlap.
     Ok(Place::Memory(unsafe { Array::new(base, nbytes, rows.map(Arc::new)) }))
 }
 
@@ -159,7 +159,7 @@ fn call(callable: &Py<PyAny>, raised: &Raised, ranges: Vec<(usize, u64, usize, u
     })
 }
 
-/// Bytes that Python read: their address, their number, and the object that has them.
+/// Bytes that Python read: their address, their number, and the object that owns them.
 pub(crate) fn fetched(found: &Bound<'_, PyAny>) -> PyResult<Box<dyn Fetched>> {
     let (address, len, owner) = found.extract()?;
     Ok(Box::new(Owned { address, len, _owner: owner }))

@@ -1,12 +1,12 @@
-//! Whether keys would crowd a Python hash table. Keys from a file can be chosen such that each insertion steps over all
-//! the others.
+//! Detects keys that would collide in a Python hash table. An attacker can choose the keys of a file so that each
+//! insertion steps over all other keys.
 
 use pyo3::prelude::*;
 
-/// The number of steps that one key may cost on average. 5000 powers of two, which have only 61 distinct hashes in
-/// Python, cost about a hundred.
+/// The number of steps that one key may cost on average. For 5000 powers of two, which have only 61 distinct hashes in
+/// Python, the average is about a hundred.
 const STEPS: usize = 128;
-/// The number of hash bits that each further step brings in.
+/// The number of hash bits that each further step uses.
 const SHIFT: u32 = 5;
 /// The size of the smallest table.
 const SMALLEST: usize = 8;
@@ -17,7 +17,7 @@ const SMALLEST: usize = 8;
 fn crowded(keys: Vec<Bound<'_, PyAny>>, neighbours: usize) -> PyResult<bool> {
     let hashes = keys.iter().map(PyAnyMethods::hash).collect::<PyResult<Vec<isize>>>()?;
     let mut size = SMALLEST;
-    // A table starts at the smallest size and grows, and always holds the first keys. A copy may get a larger table.
+    // A table starts at the smallest size, grows, and holds the first keys at each size. A copy may get a larger one.
     while size / 4 <= hashes.len() {
         let held = hashes.len().min(size / 3 * 2);
         if !fits(&hashes[..held], size, neighbours) {

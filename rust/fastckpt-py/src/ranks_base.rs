@@ -27,9 +27,9 @@ pub(crate) struct RankBase {
     overwrite: bool,
     deadline: Option<Duration>,
     raised: Arc<Raised>,
-    /// Whether an abandoned step still uses it.
+    /// Whether an abandoned step still uses the base.
     is_left: AtomicBool,
-    /// What keeps the memory of the parts alive.
+    /// The Python object that keeps the memory of the parts alive.
     keep: Option<Py<PyAny>>,
 }
 
@@ -43,7 +43,7 @@ impl RankBase {
         py.detach(|| action(&self.core)).map_err(|error| to_python(&error, &self.raised))
     }
 
-    /// Runs a step that asks the storage about `path`, without the GIL and within the deadline.
+    /// Runs a step that accesses the storage of `path`, without the GIL and within the deadline.
     fn step<T: Send + 'static>(
         slf: &Bound<'_, Self>,
         path: &Path,

@@ -35,11 +35,11 @@ struct RankSave {
     #[pyo3(get)]
     mail: Py<Mail>,
     raised: Arc<Raised>,
-    /// Where it is saved to.
+    /// The path that is saved to.
     target: OnceLock<PathBuf>,
-    /// Whether a step that was given up still has it.
+    /// Whether an abandoned step still uses the save.
     is_left: AtomicBool,
-    /// What keeps the memory of the parts alive.
+    /// The Python object that keeps the memory of the parts alive.
     keep: Mutex<Option<Py<PyAny>>>,
 }
 
@@ -56,7 +56,7 @@ struct Saved {
     seconds: f64,
 }
 
-/// Memory of a rank, as given: tensor, part, address and bytes.
+/// A part of a rank as Python passes it: tensor, part, address and size in bytes.
 pub(crate) type Part = (usize, u32, usize, u64);
 
 /// The parts that a rank holds. `fill` supplies the bytes of parts without an address.
@@ -88,8 +88,8 @@ impl RankSave {
         py.detach(|| action(&self.core)).map_err(|error| to_python(&error, &self.raised))
     }
 
-    /// Runs a step that asks the storage, without the GIL and within the deadline. A step that is given up has the save
-    /// from then on.
+    /// Runs a step that accesses the storage, without the GIL and within the deadline. An abandoned step closes the
+    /// save when it ends.
     fn step<T: Send + 'static>(
         slf: &Bound<'_, Self>,
         tick: Option<&Py<PyAny>>,
@@ -125,7 +125,7 @@ impl RankSave {
         outcome
     }
 
-    /// Notes where it is saved to; refuses that where the storage does not answer.
+    /// Records the target path. Fails if its storage does not respond.
     fn aim(&self, py: Python<'_>, path: &Path) -> PyResult<()> {
         let _ = self.target.set(path.to_owned());
         self.detached(py, |_| refuse(self.options.get().deadline, path))
@@ -296,7 +296,7 @@ impl RankSave {
                 core.close(committed);
                 Ok(())
             };
-            // What was written is known by now, and whether it counts.
+            // By now it is known what was written and whether the save has committed, so the outcome is ignored.
             let _ = Self::within(slf, &mut |_, _| true, close);
         }
     }

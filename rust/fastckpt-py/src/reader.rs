@@ -387,7 +387,7 @@ impl Reader {
 }
 
 impl Reader {
-    /// The options of an operation. The engine that the environment chooses is for disks.
+    /// The options of an operation. The environment's choice of an engine applies to disks only.
     fn options(&self, py: Python<'_>, io: &str, own: (Option<usize>, Option<u64>)) -> PyResult<Options> {
         let io = if io == "auto" && self.checkpoint.is_stored() { "buffered" } else { io };
         options(py, io, own)

@@ -7,8 +7,8 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::Raised;
 
-/// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
-/// `_py` represents, because Python writes to the environment under the GIL.
+/// The options that every operation takes, some of them from the environment. The environment is read under the GIL,
+/// which `py` represents, because Python writes to it under the GIL.
 pub(crate) fn options(
     py: Python<'_>,
     io: &str,

@@ -23,8 +23,8 @@ use crate::report::{options, tick, to_dict};
 use crate::snapshot::Memory;
 use crate::telemetry::{Operation, called};
 
-/// `fastckpt._tensors.described.Tensor`. It is a tuple, because one of our objects would cost more for each of many
-/// small tensors.
+/// `fastckpt._tensors.described.Tensor`. It is a tuple, because a class of this module would cost more time for each of
+/// many small tensors.
 #[derive(FromPyObject)]
 pub(crate) struct Tensor {
     #[pyo3(item(0))]
@@ -165,7 +165,7 @@ fn save(
     saved(py, &report.map_err(|error| to_python(&error, &raised))?)
 }
 
-/// The report of a save: the linked files, besides the fields of all reports.
+/// The report of a save: the fields of all reports, and the linked files.
 pub(crate) fn saved<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let dict = to_dict(py, report)?;
     dict.set_item("linked_files", report.linked.files)?;

@@ -76,7 +76,7 @@ pub(crate) enum Kind {
 }
 
 impl Share {
-    /// The table of a save.
+    /// The table, if the share was made for a save.
     pub(crate) fn table(&self) -> PyResult<&Arc<Table>> {
         match &self.0 {
             Kind::Save(table) => Ok(table),

@@ -23,7 +23,7 @@ use crate::save::{SaveOptions, Tensor, saved, state};
 pub(crate) struct Memory(Arc<snapshot::Memory>);
 
 impl Memory {
-    /// For the staging buffers of an operation.
+    /// The memory to lend to an operation as staging buffers.
     pub(crate) fn lent(memory: Option<&Self>) -> Option<Arc<snapshot::Memory>> {
         memory.map(|memory| Arc::clone(&memory.0))
     }
@@ -71,7 +71,7 @@ struct Part {
 struct Snapshot {
     core: snapshot::Snapshot,
     raised: Arc<Raised>,
-    /// Whether an abandoned save still uses it.
+    /// Whether an abandoned save still uses the snapshot.
     is_left: AtomicBool,
 }
 

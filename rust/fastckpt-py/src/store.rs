@@ -18,7 +18,7 @@ use crate::error::CheckpointError;
 pub(crate) struct StoredFiles(pub(crate) Py<PyAny>);
 
 impl StoredFiles {
-    /// Calls a method. Its error contains the exception.
+    /// Calls a method. If it raises an exception, the error contains that exception.
     fn call<T>(
         &self,
         method: &str,

@@ -1,6 +1,6 @@
 //! `_core.Operation`, `_core.begin_copy`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`,
-//! `_core.warn` and `_core.counters_refused`: the live counters of operations that the core does not run, or not yet,
-//! and those beside operations, and why they are hidden.
+//! `_core.warn` and `_core.counters_refused`: the live counters of operations that the core does not run, or has not
+//! begun, the counters beside operations, and the reason why counters are hidden.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
 pub(crate) struct Operation(Arc<Begun>);
 
 impl Operation {
-    /// For the options of the save that it belongs to.
+    /// The operation, to be passed to the save that it belongs to.
     pub(crate) fn begun(&self) -> Arc<Begun> {
         Arc::clone(&self.0)
     }

@@ -1,5 +1,5 @@
-//! libFuzzer with a target of `rust/fastckpt-core/tests/fuzz`: `FASTCKPT_FUZZ` names it, and `FASTCKPT_FUZZ_SEEDS` the
-//! directory for the first inputs.
+//! Runs libFuzzer on one target of `rust/fastckpt-core/tests/fuzz`. `FASTCKPT_FUZZ` names the target, and
+//! `FASTCKPT_FUZZ_SEEDS` the directory for the first inputs.
 #![no_main]
 
 #[path = "../../fastckpt-core/tests/fuzz/targets.rs"]

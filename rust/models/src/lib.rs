@@ -1,5 +1,5 @@
 //! The mail of ranks and the pool of workers, compiled with the locks and threads of shuttle, which draws the order in
-//! which threads run. The files are the core's, and this crate replaces the modules that they use.
+//! which threads run. The source files are those of the core. This crate replaces the modules that these files import.
 #![allow(missing_docs, dead_code)]
 
 pub mod error {
@@ -12,7 +12,7 @@ pub mod error {
 pub mod format {
     pub mod checksum {
         pub use fastckpt_core::format::checksum::to_hex;
-        /// All bytes here are zeros, and so is their sum.
+        /// All bytes in these tests are zeros, so their checksum is 0.
         pub fn of(_: &[u8]) -> u64 {
             0
         }

@@ -1,5 +1,5 @@
-//! The mail and the pool under orders of threads that shuttle draws. A thread that is never woken is a deadlock, which
-//! shuttle reports with its order. It has no clock: a wait that only a timeout ends is a deadlock, too.
+//! Tests the mail and the pool under orders of threads that shuttle draws. shuttle reports a thread that is never woken
+//! as a deadlock, with its order. It has no clock, so a wait that only a timeout ends is a deadlock, too.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn drawn(scene: impl Fn() + Send + Sync + 'static) {
     shuttle::check_random(scene, orders.unwrap_or(2_000));
 }
 
-/// The sending thread: reports each message to its peer, in order.
+/// The sending thread: packs each message in order, and notifies its receiver.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     for (message, (peer, _)) in mail.outgoing().enumerate() {
         mail.pack(message)?;
@@ -27,7 +27,7 @@ fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     Ok(())
 }
 
-/// The receiving thread: takes the next message from each peer, in order.
+/// The receiving thread: waits for the next message of each sender, in order.
 fn receive(mail: &Mail, doors: &[Receiver<usize>]) -> Result<()> {
     for (message, (peer, _)) in mail.incoming().enumerate() {
         mail.admit(message)?;
@@ -37,12 +37,12 @@ fn receive(mail: &Mail, doors: &[Receiver<usize>]) -> Result<()> {
     Ok(())
 }
 
-/// The work of a rank: pieces to put into messages, then ranges to take, each by one worker.
+/// The work of a rank: the messages that it sends and receives, and what each worker does with them.
 #[derive(Clone)]
 struct Duties {
     outgoing: Vec<Envelope>,
     incoming: Vec<Envelope>,
-    /// By worker: the message, and whether it is put or taken, in halves.
+    /// For each worker: whether it fills (`true`) or takes a message, in two halves, and the message's number.
     work: Vec<Vec<(bool, usize)>>,
 }
 
@@ -62,7 +62,7 @@ fn work(mail: &Arc<Mail>, duties: &[(bool, usize)]) -> Result<()> {
     Ok(())
 }
 
-/// Runs all ranks to their ends. `stop`: the mail of this rank is stopped meanwhile.
+/// Runs all ranks to their ends. `stop`: the rank whose mail is stopped meanwhile.
 fn job(ranks: Vec<Duties>, budget: u64, stop: Option<usize>) {
     let mut ins: Vec<Vec<Sender<usize>>> = vec![Vec::new(); ranks.len()];
     let mut outs = Vec::new();
@@ -88,7 +88,7 @@ fn job(ranks: Vec<Duties>, budget: u64, stop: Option<usize>) {
         }
     }
     if let Some(rank) = stop {
-        mails[rank].stop("somebody says so");
+        mails[rank].stop("the test stops it");
     }
     let outcomes: Vec<_> = all.into_iter().map(|one| one.join().unwrap()).collect();
     if stop.is_none() {
@@ -128,7 +128,7 @@ fn a_message_that_is_complete_is_sent() {
     });
 }
 
-/// The last message is filled first: it may have memory although the budget is taken.
+/// The last message is filled first: it may get memory even if the budget is used up.
 #[test]
 fn a_message_that_is_put_together_too_early_stops_nobody() {
     let one = |peer, work: Vec<Vec<(bool, usize)>>| Duties {
@@ -147,7 +147,7 @@ fn a_mail_that_is_stopped_lets_everybody_go() {
     drawn(|| job(crossing(), 8, Some(0)));
 }
 
-/// No function that fills messages runs after the end.
+/// No function that fills messages runs after the mail has ended.
 #[test]
 fn the_end_comes_after_the_last_filling() {
     drawn(|| {
@@ -163,7 +163,7 @@ fn the_end_comes_after_the_last_filling() {
         let mail = Arc::new(mail(vec![(0, 8)], vec![], Some(fill), 8));
         let own = Arc::clone(&mail);
         let sender = thread::spawn(move || {
-            // It is not sent: its receiver has gone.
+            // The message is never sent: its receiver is gone.
             own.pack(0)
         });
         mail.end("enough");

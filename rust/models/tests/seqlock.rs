@@ -1,5 +1,5 @@
-//! The fields that readers copy twice, under every order of threads and every delay of a store in C's memory model:
-//! loom tries all of them in which a thread is interrupted three times at most.
+//! Tests the fields that readers copy twice. loom tries every order in which a thread is interrupted at most three
+//! times, with every delay of a store in C's memory model.
 
 mod sys {
     pub(crate) mod sync {
@@ -11,7 +11,7 @@ mod sys {
 mod telemetry {
     mod seqlock;
 
-    // As the core uses them.
+    // The functions as the core calls them.
     pub(crate) fn open(number: &super::AtomicU64) {
         seqlock::open(number);
     }
@@ -31,7 +31,7 @@ use loom::thread;
 use sys::sync::Ordering::{Relaxed, SeqCst};
 use sys::sync::{AtomicU64, fence};
 
-/// A number or a mark, and two fields that belong together.
+/// A sequence number or a mark, and the two fields that it protects.
 type Slot = [AtomicU64; 3];
 
 fn set(slot: &Slot, value: u64) {
@@ -39,7 +39,7 @@ fn set(slot: &Slot, value: u64) {
     slot[2].store(value, Relaxed);
 }
 
-/// The monitor: two copies, each in any order, with the barriers of a `pread` between them. Nothing if they differ.
+/// Reads as the monitor does: two copies, with the barriers of a `pread` in between. `None` if the copies differ.
 fn copied(slot: &Slot) -> Option<[u64; 3]> {
     let copy = || [slot[2].load(Relaxed), slot[1].load(Relaxed), slot[0].load(Relaxed)];
     let first = copy();

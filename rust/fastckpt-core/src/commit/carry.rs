@@ -1,4 +1,4 @@
-//! Files that a workspace takes from another directory, as hard links or, without these, as copies.
+//! Files that a workspace takes from another directory, as hard links or, if that is impossible, as copies.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -20,7 +20,7 @@ use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags, Timespec, Timestamps
 
 impl Workspace {
     /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
-    /// survive, unless this save was given another. Returns whether any of them was missing here or has changed since.
+    /// survive, unless this save received a new one. Returns whether any file was missing here or has changed since.
     pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
         let path = &self.target;
         let mut brought = false;
@@ -39,7 +39,7 @@ impl Workspace {
         Ok(brought)
     }
 
-    /// Whether this save itself has a file called `name`: one that it was given, or a shard.
+    /// Whether this save itself has a file called `name`: a file passed to it, or a shard.
     fn has_new(&self, name: &CStr) -> bool {
         let sealed = self.own.as_ref().and_then(|own| own.sealed.as_ref());
         let given =
@@ -49,7 +49,7 @@ impl Workspace {
                 && fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW).is_ok())
     }
 
-    /// Carries over one file. An older version of the file is replaced.
+    /// Carries over one file. Replaces an older version of the file.
     fn bring(&self, old: BorrowedFd<'_>, file: &CStr) -> io::Result<bool> {
         let there = fs::statat(old, file, AtFlags::SYMLINK_NOFOLLOW)?;
         let same = |here: fs::Stat| {
@@ -59,19 +59,19 @@ impl Workspace {
         if fs::statat(self.directory(), file, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(same) {
             return Ok(false);
         }
-        // The file is completed under another name first: the next attempt must not take a truncated file for a whole
-        // one.
+        // The file is completed under another name first, so that the next attempt does not take a truncated file for a
+        // whole one.
         let _ = fs::unlinkat(self.directory(), ON_ITS_WAY, AtFlags::empty());
         take(old, file, self.directory(), ON_ITS_WAY)?;
         fs::renameat(self.directory(), ON_ITS_WAY, self.directory(), file)?;
         Ok(true)
     }
 
-    /// Links a shard of another checkpoint under the temporary name `name` (see `settle`): the file called `file` in
-    /// the directory `from`, which is open as `open`. `name` becomes a hard link, or a copy that shares its blocks; a
-    /// file system with neither gives an error. Its bytes are as durable as those of `open`; the bytes of a copy are
-    /// durable. The name becomes durable when the workspace is published, like those of all shards. `path`, of the
-    /// other checkpoint, is for messages.
+    /// Links a shard of another checkpoint under the temporary name `name` (see `settle`): the file `file` in the
+    /// directory `from`, which is open as `open`. `name` becomes a hard link, or a copy that shares its blocks. Fails
+    /// if the file system supports neither. A link is as durable as `open`, and a copy is durable. The name becomes
+    /// durable when the workspace is published, like the names of all shards. `path`, the path of the other checkpoint,
+    /// is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),
@@ -83,14 +83,14 @@ impl Workspace {
             match fs::linkat(file.directory(), file.name, self.directory(), name, AtFlags::empty()) {
                 Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
                 Err(Errno::EXIST) => Err(Errno::EXIST.into()),
-                // It has too many links or another owner, or the file system has no hard links.
+                // The file has too many links or another owner, or the file system has no hard links.
                 Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
             }
         });
         linked.map_err(Error::io(LINK, &path))
     }
 
-    /// Checks that `name`, which was just made, links to `open` and not to a replacement of it.
+    /// Checks that the new `name` links to `open`, and not to a file that replaced it.
     fn is_same(&self, name: &str, open: BorrowedFd<'_>) -> io::Result<()> {
         let here = fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW)?;
         if id(&here) == id(&fs::fstat(open)?) { Ok(()) } else { Err(Errno::STALE.into()) }
@@ -110,8 +110,8 @@ impl Workspace {
         Ok(clone().inspect_err(|_| self.unlink(name))?)
     }
 
-    /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. If there are no hard
-    /// links, the file leaves that directory.
+    /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. Without hard links,
+    /// the file is moved out of that directory.
     pub(super) fn take_gathered(&self, from: BorrowedFd<'_>, file: &str) -> io::Result<()> {
         let (from, to) = (Located::find(from, file)?, Located::make(self.directory(), file)?);
         match fs::linkat(from.directory(), from.name, to.directory(), to.name, AtFlags::empty()) {
@@ -147,7 +147,7 @@ fn take(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> i
     }
 }
 
-/// Bytes that are copied in one call: few enough for a prompt return on slow storage.
+/// Bytes that are copied in one call: few enough that the call returns promptly on slow storage.
 const PIECE: u64 = if cfg!(test) { 3 } else { 1 << 28 };
 
 /// Copies a file durably. If the file system shares blocks between files, the copy takes no space.
@@ -201,7 +201,7 @@ mod tests {
         }
         assert_eq!(std::fs::read_to_string(path("b")).unwrap(), "text");
         assert_eq!(std::fs::read_to_string(path("c")).unwrap(), "other");
-        // A failed copy leaves nothing.
+        // A failed copy leaves no file.
         std::fs::create_dir(path("d")).unwrap();
         assert!(copy(directory, c"d", directory, c"e").is_err());
         assert!(!path("e").exists());

@@ -1,4 +1,4 @@
-//! Lists, for users, the entries of a directory of checkpoints under temporary names, and removes them on request.
+//! Shows users the entries under temporary names in a directory of checkpoints, and removes them on request.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -19,11 +19,11 @@ use crate::sys::fs::{self, AtFlags, FileType, Stat};
 pub struct Leftover {
     /// The name of the directory.
     pub name: OsString,
-    /// The checkpoint it belongs to.
+    /// The checkpoint that the directory belongs to.
     pub of: String,
-    /// The host it was made on. Empty for an unfinished copy, which several hosts may share.
+    /// The host on which it was created. Empty for an unfinished copy, which several hosts may share.
     pub host: String,
-    /// Its state.
+    /// The state of the directory.
     pub state: State,
     /// The space that its files take, in bytes.
     pub bytes: u64,
@@ -54,7 +54,7 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
-/// The space that the files of the directory `name` take, and the time of their last change; nothing if it is gone.
+/// The space that the files of the directory `name` take, and the time of their last change; `None` if it is gone.
 fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     let inside = open_child(parent, name).ok()?;
     let mut stats = vec![fs::fstat(&inside).ok()?];
@@ -68,8 +68,8 @@ fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     Some((blocks.map(|blocks| blocks * 512).sum(), stats.iter().map(|stat| stat.st_ctime).max()?))
 }
 
-/// Removes one of [`leftovers`]. With `force`, also one whose writer is not provably dead, or an old checkpoint that is
-/// kept; never one whose writer is alive. Returns whether it was removed.
+/// Removes one of [`leftovers`]. With `force`, also removes one whose writer is not provably dead, and an old
+/// checkpoint that is kept, but never one whose writer is alive. Returns whether it was removed.
 pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let may_go = |state| match state {
@@ -112,7 +112,7 @@ mod tests {
         let all = || leftovers(parent.path()).unwrap().remove(0).changed;
         for file in [model, training] {
             let before = all();
-            // Until the clock shows another second.
+            // Waits until the clock shows another second.
             while changed(&file) <= before {
                 std::fs::write(&file, "more").unwrap();
             }

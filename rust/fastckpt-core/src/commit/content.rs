@@ -1,4 +1,4 @@
-//! The contents of a directory: a fastckpt manifest, our files, other files.
+//! The contents of a directory: a fastckpt manifest, files of fastckpt, other files.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::io;
@@ -12,33 +12,33 @@ use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
 use crate::sys::fs::{self, AtFlags, FileType};
 
-/// The file that torch.distributed.checkpoint and its tools look for. `fastckpt.dcp` writes one beside the manifest for
-/// them, and nothing here reads it.
+/// The file that torch.distributed.checkpoint and its tools look for. `fastckpt.dcp` writes this file beside the
+/// manifest for them. Nothing in the core reads it.
 pub(super) const TORCH_METADATA: &str = ".metadata";
 
 /// The contents of a checkpoint's directory.
 pub(super) struct Files {
-    /// All names and kinds. Those in the directory `training` are listed as `training/NAME`; the directory is not.
+    /// All names and kinds. The files of the directory `training` are listed as `training/NAME`; the directory is not.
     pub(super) all: Vec<(CString, FileType)>,
     /// The directory `training`, if there is one.
     pub(super) training: Option<OwnedFd>,
 }
 
 impl Files {
-    /// Whether it holds nothing.
+    /// Whether the directory is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty() && self.training.is_none()
     }
 
-    /// Whether fastckpt wrote `file`, which is one of the listed files. A model's shards have one of two names: beside
-    /// `model`, an adapter belongs to someone else.
+    /// Whether fastckpt wrote `file`, one of the listed files. A model's shards have one of two names. If `model` is
+    /// here, a file named like an adapter belongs to another program.
     pub(super) fn has_own(&self, file: &CStr) -> bool {
         let is_named = |group, file: &CStr| file.to_str().is_ok_and(|file| groups::is_named(group, file));
         let foreign = || is_named(ADAPTER, file) && self.all.iter().any(|(other, _)| is_named(MODEL, other));
         is_ours(file.to_bytes()) && !foreign()
     }
 
-    /// Whether it holds nothing but regular files.
+    /// Whether the directory holds regular files only.
     pub(super) fn are_plain(&self) -> bool {
         self.all.iter().all(|(_, kind)| *kind == FileType::RegularFile)
     }
@@ -63,7 +63,7 @@ pub(super) fn files(directory: BorrowedFd<'_>) -> rustix::io::Result<Files> {
     Ok(Files { all, training: Some(training) })
 }
 
-/// The name of a file in the directory `training`; nothing for the name of any other.
+/// The name of a file in the directory `training`; `None` for the name of any other file.
 pub(super) fn in_training(name: &CStr) -> Option<&CStr> {
     let rest = name.to_bytes_with_nul().strip_prefix(TRAINING.as_bytes())?.strip_prefix(b"/")?;
     CStr::from_bytes_with_nul(rest).ok()
@@ -87,7 +87,7 @@ pub(super) fn is_ours(name: &[u8]) -> bool {
 /// The temporary name of a file that is being carried over.
 pub(super) const ON_ITS_WAY: &CStr = c".fastckpt-carried";
 
-/// Whether `name` was left by an interrupted carry-over, or is the name that a file system (NFS, FUSE) gives to a file
+/// Whether `name` was left by an interrupted carry-over, or is a name that a file system (NFS, FUSE) gives to a file
 /// that is removed while a process has it open.
 pub(super) fn is_remnant(name: &CStr) -> bool {
     let name = in_training(name).unwrap_or(name).to_bytes();

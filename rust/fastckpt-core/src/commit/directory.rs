@@ -11,18 +11,18 @@ use super::locks::is_nfs;
 use crate::sys::calls;
 use crate::sys::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, Stat, StatxFlags};
 
-/// How often to look again while other processes save to and remove the same name.
+/// The number of attempts while other processes save to and remove the same name.
 pub(super) const TURNS: u8 = 100;
 /// The permissions that the owner needs to fill a directory.
 pub(super) const OWNER: u32 = 0o700;
 
-/// Splits a path into its parent and its last component; nothing for a path that does not end in a name.
+/// Splits a path into its parent and its last component; `None` if the path does not end in a name.
 pub(super) fn split(path: &Path) -> Option<(PathBuf, OsString)> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Some((parent.to_path_buf(), path.file_name()?.to_owned()))
 }
 
-/// Identifies a directory, whatever its name. Its inode number is not reused while the directory is open.
+/// Identifies a directory independently of its name. Its inode number is not reused while the directory is open.
 pub(super) type Id = (u64, u64);
 
 pub(super) fn id(stat: &Stat) -> Id {
@@ -36,9 +36,9 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 
 /// The id of the directory that a rename has just moved to `name` in `parent`.
 ///
-/// A network client renames by name, and assumes that the new name refers to the directory that it believed the old one
-/// referred to. If another client has put something else there before, that is wrong. On NFS, asking again does not
-/// correct it: only a listing shows the truth.
+/// A network client renames by name, and assumes that the new name refers to the directory to which, in its view, the
+/// old name referred. This is wrong if another client has put something else there before. On NFS, a second query does
+/// not correct it: only a listing shows the truth.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
@@ -102,7 +102,7 @@ pub(crate) fn refresh(directory: impl AsFd) {
 }
 
 /// Makes the names in `directory` durable. Returns whether the file system supports this: some (vboxsf, 9p, old CIFS)
-/// refuse to sync directories, and write names through.
+/// refuse to sync directories, but write names through.
 pub(super) fn sync(directory: BorrowedFd<'_>) -> Result<bool> {
     match retry_on_intr(|| fs::fsync(directory)) {
         Err(Errno::INVAL | Errno::BADF) => Ok(false),

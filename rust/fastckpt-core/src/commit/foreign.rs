@@ -1,6 +1,6 @@
-//! Formats of other programs, by the names of their files. A reader of one of them and ours would find two states in
-//! one directory. `python/fastckpt/_foreign.py` has the same table, for messages without the core and for object
-//! stores; `tests/api/test_foreign.py` compares them.
+//! Formats of other programs, recognised by the names of their files. A directory with such files beside a checkpoint
+//! would hold two states. `python/fastckpt/_foreign.py` has the same table, for messages without the core and for
+//! object stores. `tests/api/test_foreign.py` compares both tables.
 
 /// The programs and the names of their files. A name has at most one `*`.
 const FORMATS: [(&str, &[&str]); 5] = [
@@ -11,7 +11,7 @@ const FORMATS: [(&str, &[&str]); 5] = [
     ("safetensors", &["*.safetensors", "*.safetensors.index.json"]),
 ];
 
-/// The program that writes files called `name`; nothing for any other name.
+/// The program that writes files called `name`; `None` for any other name.
 pub(super) fn writer_of(name: &[u8]) -> Option<&'static str> {
     let fits = |pattern: &str| match pattern.split_once('*') {
         Some((begin, end)) => {

@@ -1,5 +1,5 @@
-//! A copy of a checkpoint in progress: its files are gathered beside the target path, and become the checkpoint there
-//! all at once (`docs/format.md`, 6.4).
+//! A copy of a checkpoint in progress: its files are gathered beside the target path, and become the checkpoint at the
+//! target all at once (`docs/format.md`, 6.4).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -31,13 +31,13 @@ use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags};
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
 
-/// How long to wait for a process that holds the lock exclusively. It removes the leftovers of dead ones.
+/// How long to wait in all, and how long between attempts, while a process that removes leftovers holds the lock.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
-/// The suffix of a file that is not whole. It begins with a dot.
+/// The suffix of an incomplete file. It begins with a dot.
 const PART: &str = ".part";
 
 /// The place where the files of one copy are gathered. Several processes may add files. The gathered files stay when
-/// this is dropped, until the copy is published or given up.
+/// this is dropped, until the copy is published or abandoned.
 #[derive(Debug)]
 pub struct Gathering {
     parent: OwnedFd,
@@ -49,13 +49,13 @@ pub struct Gathering {
     id: Id,
     overwrite: bool,
     manifest: Vec<u8>,
-    /// All processes that gather here share its lock.
+    /// The lock file, on which all processes that gather here hold a shared lock.
     lock: (Note, File),
 }
 
 impl Gathering {
-    /// Opens or makes the directory for a copy with this `manifest` at `target`. Incomplete files of dead processes in
-    /// it are removed.
+    /// Opens or creates the directory for a copy with this `manifest` at `target`. Removes incomplete files of dead
+    /// processes in it.
     pub fn open(target: &Path, manifest: Vec<u8>, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let seal = manifest::seal_of(&manifest)
@@ -85,7 +85,7 @@ impl Gathering {
                         lock: (Note::new(file.as_fd()), file),
                     });
                 }
-                // It was removed before the lock was taken.
+                // The directory was removed before the lock was taken.
                 Err(error) if is_gone(&error) && turn < TURNS => turn += 1,
                 Err(error) if lock::is_taken(&error) && begin.elapsed() < PATIENCE.0 => {
                     std::thread::sleep(PATIENCE.1);
@@ -105,7 +105,7 @@ impl Gathering {
         self.path().join(file)
     }
 
-    /// The whole files that are here, and their lengths.
+    /// The complete files that are here, and their lengths.
     pub fn held(&self) -> Result<Vec<(String, u64)>> {
         refresh(&self.directory);
         let mut held = Vec::new();
@@ -121,7 +121,7 @@ impl Gathering {
         Ok(held)
     }
 
-    /// Makes a new file of `nbytes` bytes, to be filled.
+    /// Creates a file of `nbytes` bytes, to be filled.
     pub fn begin(&self, nbytes: u64) -> Result<Incoming> {
         let name = part_name();
         Incoming::create(self.directory.as_fd(), &name, nbytes, true).map_err(|error| {
@@ -153,16 +153,16 @@ impl Gathering {
         kept.inspect_err(|_| self.unlink(&part))
     }
 
-    /// Gives up a file that is not whole.
+    /// Abandons an incomplete file.
     pub fn drop_part(&self, incoming: Incoming) {
         let Incoming { name, file, .. } = incoming;
-        // Close it first: NFS keeps an open file under another name.
+        // The file is closed first: NFS keeps an open file under another name.
         drop(file);
         self.unlink(&name);
     }
 
-    /// Takes the file `name` over from the directory `from` as a hard link, if it is still the file whose device and
-    /// inode are `expected`: its bytes were verified. They are durable when this returns.
+    /// Takes over the file `name` from the directory `from` as a hard link, if it still has the device and inode
+    /// `expected`. The bytes of that file were verified. They are durable when this returns.
     pub fn link(&self, from: &Path, name: &str, expected: Id) -> Result<()> {
         check_name(name)?;
         let part = part_name();
@@ -175,19 +175,19 @@ impl Gathering {
             if id(&fs::fstat(&file)?) != expected {
                 return Err(Errno::STALE.into());
             }
-            // Another program may have made it without syncing it, for example a copy made by a user.
+            // Another program may have created the file without a sync, for example when a user copied it.
             retry_on_intr(|| fs::fsync(&file))?;
             let to = Located::make(self.directory.as_fd(), name)?;
             Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
-        // After a failure, or if the file already had its name: a rename between two links of one file does nothing.
+        // `part` still exists after a failure, or if the file had its name: a rename between its links does nothing.
         self.unlink(&part);
         linked.map_err(Error::io("link", &source))
     }
 
-    /// Publishes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
-    /// warnings. The gathered files are given up after this.
+    /// Publishes the checkpoint of `files`, by name and length, which are all here: durably and all at once. Returns
+    /// warnings. The caller gives up the gathered files after this.
     pub fn publish(&self, files: Vec<(String, u64)>) -> Result<Vec<String>> {
         let mut workspace = Workspace::create(&self.target, self.overwrite)?;
         for (file, _) in &files {
@@ -203,7 +203,7 @@ impl Gathering {
     /// them, or they are listed among the leftovers.
     pub fn give_up(self) {
         let Self { parent, name, id, note, directory, lock, .. } = self;
-        // Close them first: NFS keeps an open file under another name.
+        // They are closed first: NFS keeps an open file under another name.
         drop((note, directory, lock));
         let _ = throw_away(parent.as_fd(), &name, id);
     }
@@ -213,7 +213,7 @@ impl Gathering {
     }
 }
 
-/// A new name for a file that is not whole, different from those of all other processes.
+/// A new name for an incomplete file, different from the names that all other processes use.
 fn part_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let mut random = [0u8; 8];
@@ -224,7 +224,7 @@ fn part_name() -> String {
     format!(".{number:016x}{PART}")
 }
 
-/// Whether `name` belongs to a file of the copy, and not to one that exists only while it is gathered.
+/// Whether `name` belongs to a file of the copy, not to a file that exists only while files are gathered.
 fn is_part(name: &str) -> bool {
     plain_name(name).is_some() || name == TORCH_METADATA
 }
@@ -241,7 +241,7 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
 }
 
-/// Opens the directory `name`, which may be new, and shares its lock.
+/// Opens the directory `name`, which may be new, and takes a shared lock on its lock file.
 fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, File)> {
     match fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
         Ok(()) | Err(Errno::EXIST) => {}
@@ -250,7 +250,7 @@ fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, Fil
     let directory = open_child(parent, name)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(retry_on_intr(|| fs::openat(&directory, LOCK, flags, Mode::from_raw_mode(0o666)))?);
-    // On a file system without locks, other processes cannot be detected, and none of their files is removed.
+    // On a file system without locks, other processes cannot be detected, so none of their files is removed.
     if lock::take(&file).is_ok() && reach(directory.as_fd()) != Reach::Unknown {
         clear(directory.as_fd())?;
     }
@@ -263,7 +263,7 @@ fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, Fil
     if id_of(parent, name) == Some(id) { Ok((directory, id, file)) } else { Err(Errno::NOENT.into()) }
 }
 
-/// Removes files that are not whole.
+/// Removes incomplete files.
 fn clear(directory: BorrowedFd<'_>) -> io::Result<()> {
     for (file, _) in entries(directory)? {
         if file.to_bytes().starts_with(b".") && file.to_bytes().ends_with(PART.as_bytes()) {
@@ -293,7 +293,7 @@ mod tests {
         Gathering::open(path, manifest_of("one"), true).unwrap()
     }
 
-    /// Brings a file of `text`.
+    /// Adds a file with the content `text`.
     fn bring(gathering: &Gathering, name: &str, text: &[u8]) {
         let file = gathering.begin(text.len() as u64).unwrap();
         assert_eq!(gathering.write(&file, 0, text.into()).unwrap(), checksum::of(text));
@@ -327,7 +327,7 @@ mod tests {
         let half = gathering.begin(9).unwrap();
         let place = gathering.path();
         let other = open(&path);
-        assert_eq!(names(&place).len(), 3, "the other one is alive");
+        assert_eq!(names(&place).len(), 3, "the other process is alive");
         drop((half, gathering, other));
         let again = open(&path);
         assert_eq!(names(&place), [LOCK, "model.safetensors"]);
@@ -349,7 +349,7 @@ mod tests {
         let gathering = open(&path);
         gathering.publish(vec![("model.safetensors".to_owned(), 5)]).unwrap();
         drop(Workspace::create(&parent.path().join("d"), true).unwrap());
-        assert!(place.exists(), "it is in use");
+        assert!(place.exists(), "the directory is in use");
         drop(gathering);
         drop(Workspace::create(&parent.path().join("d"), true).unwrap());
         assert_eq!(names(parent.path()), ["c"]);
@@ -369,7 +369,7 @@ mod tests {
         drop(gathering);
         assert_eq!(state(), [("c".to_owned(), State::Dead)]);
         assert!(remove_leftover(parent.path(), &name, false).unwrap());
-        // Somebody else's directory of that name, and one whose maker was killed at once.
+        // A directory whose maker was killed right after `mkdir`, and then a directory of another program.
         std::fs::create_dir(parent.path().join(&name)).unwrap();
         assert_eq!(state(), [("c".to_owned(), State::Dead)]);
         std::fs::write(parent.path().join(&name).join("mine"), "").unwrap();

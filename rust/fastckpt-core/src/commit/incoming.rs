@@ -8,17 +8,17 @@ use crate::format::checksum;
 use crate::sys::file::{DataFile, PAGE};
 use crate::sys::memory::Bytes;
 
-/// A file with a unique name in a directory. No other process writes it.
+/// A file with a unique name in a directory. No other process writes to it.
 #[derive(Debug)]
 pub struct Incoming {
     pub(super) name: String,
     pub(super) file: DataFile,
-    /// Its length when it was made.
+    /// The length of the file when it was created.
     pub(super) nbytes: u64,
 }
 
 impl Incoming {
-    /// Makes the file `name`, which must not exist, with `nbytes` bytes.
+    /// Creates the file `name` with `nbytes` bytes. The file must not exist.
     pub(super) fn create(
         directory: BorrowedFd<'_>,
         name: &str,

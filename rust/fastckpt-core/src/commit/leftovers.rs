@@ -1,5 +1,5 @@
-//! Leftovers of dead writers beside a checkpoint. The next save distinguishes them from needed directories, and sweeps
-//! them.
+//! Leftovers of dead writers beside a checkpoint. The next save distinguishes them from directories that are still
+//! needed, and sweeps them.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -23,10 +23,10 @@ pub(super) fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| Temporary::parse(name.as_bytes()).is_some()).collect())
 }
 
-/// Claims the directory `found`, whose id is `expected`, and removes it. The rename decides: one of the processes that
-/// try wins, and a directory that already has its final name is not touched. `verdict`, the proof that it may be
-/// removed, is held until it is renamed and then dropped: it keeps a file open, and NFS renames an open file instead of
-/// removing it.
+/// Claims the directory `found`, whose id is `expected`, and removes it. The rename decides: if several processes try,
+/// one of them wins, and a directory that has its final name by then is not touched. `verdict` proves that the
+/// directory may be removed. It is held until the rename and then dropped: it keeps a file open, and NFS renames an
+/// open file instead of removing it.
 pub(super) fn remove(
     parent: BorrowedFd<'_>,
     found: &OsStr,
@@ -62,11 +62,11 @@ pub(super) fn claim(
     if id_of_renamed(parent, claimed) == Some(expected) {
         return Ok(true);
     }
-    // Another directory has taken the name since it was examined.
+    // Another directory has taken the name since the check.
     unclaim(parent, found, claimed).map(|()| false)
 }
 
-/// Gives a claimed directory its name back or, if that is taken, a name that no sweep removes.
+/// Gives a claimed directory its name back or, if that name is taken, a name that no sweep removes.
 pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) -> io::Result<()> {
     fs::renameat(parent, claimed, parent, found).map_err(|error| {
         let _ = fs::renameat(parent, claimed, parent, displaced_name(claimed));
@@ -74,8 +74,8 @@ pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) ->
     })
 }
 
-/// Removes the directory of a checkpoint, which holds plain files alone, the manifest first: a half-removed directory
-/// is not a checkpoint. A file that is already gone is not a failure.
+/// Removes the directory of a checkpoint, which holds plain files only. The manifest goes first, because a half-removed
+/// directory must not be a checkpoint. A file that is already gone is not a failure.
 pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -86,11 +86,11 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
         other => other?,
     };
     if id(&fs::fstat(&directory)?) != expected {
-        return Err(Errno::STALE.into()); // an NFS client still believes that another directory is here
+        return Err(Errno::STALE.into()); // an NFS client still sees another directory here
     }
     let files = files(directory.as_fd())?;
     if !files.are_plain() {
-        return Err(Errno::NOTEMPTY.into()); // someone else's directory: nothing here is removed
+        return Err(Errno::NOTEMPTY.into()); // not a directory of fastckpt: nothing in it is removed
     }
     // The checkpoint's mode may deny access even to its owner.
     let training = files.training.as_ref();
@@ -111,21 +111,21 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
 /// The state of a temporary directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Its writer is alive.
+    /// The writer is alive.
     Alive,
-    /// Not needed: the next save into this directory removes it.
+    /// The directory is not needed: the next save into this directory removes it.
     Dead,
     /// Its writer may be alive: nothing here proves that it is dead.
     Unknown,
-    /// The only copy of an old checkpoint, or the workspace that belongs to it. A commit is between its two renames, or
-    /// the successor was removed.
+    /// The only copy of an old checkpoint, or the workspace that belongs to that copy. Either a commit is between its
+    /// two renames, or the successor was removed.
     Kept,
     /// Not made by fastckpt: something that was put in the way of a save.
     Foreign,
 }
 
 impl State {
-    /// The name, in one word.
+    /// The state as one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -138,22 +138,22 @@ impl State {
     }
 }
 
-/// The verdict on a temporary directory. Valid as long as this is held.
+/// The verdict on a temporary directory. It is valid as long as this value is held.
 pub(super) struct Finding {
     pub(super) state: State,
     pub(super) id: Id,
     pub(super) verdict: Option<Verdict>,
 }
 
-/// Determines the kind of the temporary directory `found`; nothing if it is gone.
+/// Determines the state of the temporary directory `found`; `None` if the directory is gone.
 pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
     let temporary = Temporary::parse(found.as_bytes())?;
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
     let files = files(directory.as_fd()).ok()?;
     let manifest = files.all.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save
-    // displaced it and was killed. If it holds only files with our names, somebody may have removed the manifest.
+    // A workspace gets its manifest before anything else. A directory without one comes from another program: a save
+    // displaced it and was killed. If it holds only files with fastckpt's names, a user may have removed the manifest.
     let without = temporary.kind != Kind::Del && !manifest && !files.is_empty();
     let spoilt = temporary.kind == Kind::Tmp && files.all.iter().all(|(file, _)| is_ours(file.to_bytes()));
     let foreign = !files.are_plain() || (without && !spoilt);
@@ -178,14 +178,14 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     Some(Finding { state, id, verdict })
 }
 
-/// Whether an old checkpoint was moved aside for the workspace `found`. The two together mean that the old checkpoint
-/// must be put back.
+/// Whether an old checkpoint was moved aside for the workspace `found`. If both exist, the old checkpoint must be put
+/// back.
 fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     refresh(parent);
     let is_partner = |name: &OsString| {
         let partner =
             Temporary::parse(name.as_bytes()).filter(|t| t.kind == Kind::Old && t.workspace() == found);
-        // Without a manifest it is someone else's directory and needs no workspace.
+        // Without a manifest, the directory is not a checkpoint of fastckpt and needs no workspace.
         let old = partner.and_then(|_| open_child(parent, name).ok());
         old.is_some_and(|old| has_magic(old.as_fd()).unwrap_or(true))
     };
@@ -203,11 +203,11 @@ fn holder(parent: BorrowedFd<'_>, temporary: &Temporary<'_>) -> OsString {
     names.find(|name| temporary.is_of(name)).unwrap_or_else(|| of.to_owned())
 }
 
-/// Whether a later checkpoint has the name `name`, which the one at `old` had.
+/// Whether a later checkpoint has `name`, which was the name of the checkpoint at `old`.
 pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
     refresh(parent);
     let Ok(holder) = open_child(parent, name) else { return false };
-    // An NFS client may believe for a while that the old one still has its name.
+    // For a while, an NFS client may still show the old checkpoint under this name.
     let other = fs::fstat(&holder).is_ok_and(|stat| Some(id(&stat)) != id_of(parent, old));
     let Ok(old) = open_child(parent, old) else { return false };
     let later =
@@ -237,8 +237,8 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
                 }
                 State::Alive | State::Kept | State::Foreign => continue,
             }
-            // It may be an old checkpoint whose successor took its name a moment ago. That rename must be durable
-            // first.
+            // This may be an old checkpoint whose successor took its name a moment ago. That rename must be durable
+            // before the old checkpoint is removed.
             if !synced && sync(parent).is_err() {
                 return;
             }
@@ -292,7 +292,7 @@ pub(super) mod tests {
         manifest
     }
 
-    /// A child that another test has just forked holds a lock of ours until it becomes its program.
+    /// A child that another test has just forked holds a lock of this process until it starts its program.
     fn sweep_until_gone(workspace: &std::path::Path) {
         while workspace.exists() {
             drop(Workspace::create(&workspace.with_file_name("c"), true).unwrap());
@@ -319,8 +319,8 @@ pub(super) mod tests {
         std::fs::create_dir(&empty).unwrap();
         let kept = [
             at(name_by("c", other.id())),
-            // Another boot, no lock held, and changed since this boot. It may belong to a machine to which this one
-            // exports the file system.
+            // Another boot, no lock held, and changed since this boot. The directory may belong to a machine to which
+            // this machine exports the file system.
             at(".c.tmp-elsewhere-0000000000000001-1-1-1-00000001".into()),
             at(aside_name(&name_by("b", dead()), 0)),
             at(".c.tmp-backup".into()),
@@ -361,9 +361,9 @@ pub(super) mod tests {
     fn a_lock_that_nobody_holds_outweighs_a_process_that_runs() {
         let parent = tempfile::tempdir().unwrap();
         let mut other = living();
-        // As `execve` in the middle of a save leaves it.
+        // The state that an `execve` in the middle of a save leaves.
         let unsealed = half(parent.path().join(name_by("c", other.id())));
-        // The state in which an exchange of names leaves the replaced checkpoint, which may have to get its name back.
+        // The state after an exchange of names: the replaced checkpoint may have to get its name back.
         let displaced = half(parent.path().join(name_by("b", other.id())));
         std::fs::write(displaced.join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());
@@ -383,7 +383,7 @@ pub(super) mod tests {
                 std::fs::remove_file(workspace.join(lost)).unwrap();
             }
             drop(Workspace::create(&parent.path().join("c"), true).unwrap());
-            // Without its manifest it may be another program's model that a save displaced.
+            // Without its manifest, the directory may be another program's model that a save displaced.
             assert_eq!(workspace.exists(), lost == manifest::FILE, "{lost}");
             let remove = |force| crate::commit::remove_leftover(parent.path(), &name, force).unwrap();
             assert!(!remove(false));
@@ -406,7 +406,7 @@ pub(super) mod tests {
     fn the_lock_proves_where_the_process_cannot_be_seen() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("c");
-        // As made in a container: the same boot, another PID namespace.
+        // A name from a container: the same boot, another PID namespace.
         let made = name_by("c", 7).into_string().unwrap();
         let fields: Vec<&str> = made.rsplitn(5, '-').collect();
         let name = format!("{}-1-{}-{}-{}", fields[4], fields[2], fields[1], fields[0]);

@@ -18,18 +18,18 @@ use crate::sys::fs::{self, AtFlags, FileType};
 /// A checkpoint in a directory.
 #[derive(Debug, Clone)]
 pub struct Listed {
-    /// Its name.
+    /// The name of the checkpoint.
     pub name: OsString,
-    /// Its path, to load it.
+    /// The path under which a load finds the checkpoint.
     pub path: PathBuf,
-    /// Seconds since 1970 UTC when its save began; none if the manifest is damaged.
+    /// Seconds since 1970 UTC when the save began; `None` if the manifest is damaged.
     pub created: Option<f64>,
     /// The size of its files, in bytes.
     pub bytes: u64,
-    /// Whether a save moved it aside and has put nothing in its place, so that no directory has its name. A load still
-    /// finds it.
+    /// Whether a save moved the checkpoint aside and has put nothing in its place, so that no directory has its name. A
+    /// load still finds it.
     pub aside: bool,
-    /// The defect of its manifest or its files, as far as names and lengths show.
+    /// What is wrong with the manifest or the files, as far as names and lengths show.
     pub damage: Option<String>,
 }
 
@@ -60,8 +60,8 @@ pub fn list(directory: &Path) -> Result<Vec<Listed>> {
     Ok(found)
 }
 
-/// Examines the directory `found` in `parent` as the checkpoint `name`. Returns nothing if it is not a checkpoint or is
-/// gone by now.
+/// Examines the directory `found` in `parent` as the checkpoint `name`. Returns `None` if it is not a checkpoint, or if
+/// it no longer exists.
 fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -> Option<Listed> {
     for turn in 0..=TURNS {
         let inside = open_child(parent, found).ok()?;
@@ -79,12 +79,12 @@ fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -
         if sound || turn == TURNS || id_of(parent, found) == Some(expected) {
             return listed;
         }
-        // It was replaced or removed meanwhile.
+        // The directory was replaced or removed meanwhile.
     }
     None
 }
 
-/// The size of our files in a directory, and its manifest; nothing if there is no manifest.
+/// The size of the files of fastckpt in a directory, and its manifest; `None` if there is no manifest.
 fn look_inside(directory: BorrowedFd<'_>, path: &Path) -> Option<(u64, Result<Head>)> {
     let files = files(directory).ok()?;
     let ours = files.all.iter().filter(|(file, kind)| *kind == FileType::RegularFile && files.has_own(file));

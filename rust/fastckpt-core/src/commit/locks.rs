@@ -10,7 +10,7 @@ use crate::sys::mounts::{Mount, mounts};
 pub enum Reach {
     /// Every process on this machine, which is the only one that has the file system mounted.
     Machine,
-    /// Every machine that has it mounted.
+    /// Every machine that has the file system mounted.
     Everywhere,
     /// Unknown: perhaps only processes that use the same mount.
     #[default]
@@ -18,7 +18,7 @@ pub enum Reach {
 }
 
 impl Reach {
-    /// The name, in one word.
+    /// The name as one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -44,13 +44,13 @@ const LOCAL: [u64; 11] = [
     0x3153_464A,
     0x3434,
 ];
-/// Its locks span machines with any mount options.
+/// CephFS: its locks span machines with any mount options.
 const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
-/// File systems that make names durable in the order in which they were made (ext2 to ext4, XFS), or never (tmpfs,
-/// ramfs). On btrfs and f2fs, a sync of a file makes that file and its name durable, and not the names made before it.
+/// File systems that make names durable in the order in which they were created (ext2 to ext4, XFS), or never (tmpfs,
+/// ramfs). On btrfs and f2fs, a sync of a file makes that file and its name durable, but no earlier names.
 const ORDERED: [u64; 4] = [0xEF53, 0x5846_5342, 0x0102_1994, 0x8584_58F6];
 
 fn magic(directory: BorrowedFd<'_>) -> Option<u64> {
@@ -62,7 +62,7 @@ pub(crate) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
     magic(directory) == Some(NFS)
 }
 
-/// Whether a durable name in `directory` proves that all names made there before it are durable.
+/// Whether a durable name in `directory` proves that all earlier names there are durable, too.
 pub(super) fn orders_names(directory: BorrowedFd<'_>) -> bool {
     magic(directory).is_some_and(|magic| ORDERED.contains(&magic))
 }
@@ -88,7 +88,7 @@ fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
     }
 }
 
-/// The file system's own options where that device is mounted.
+/// The file system's own options at the place where that device is mounted.
 fn options_of(mounts: &[Mount], major: u32, minor: u32) -> Option<&str> {
     let device = format!("{major}:{minor}");
     Some(&mounts.iter().find(|mount| mount.device == device)?.options)

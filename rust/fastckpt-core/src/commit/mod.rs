@@ -1,4 +1,4 @@
-//! Durability and visibility. Only this module handles both: no other module renames, locks, removes or syncs a
+//! Durability and visibility, which only this module handles: no other module renames, locks, removes or syncs a
 //! directory of checkpoints.
 //!
 //! A checkpoint is built in a [`Workspace`], a directory with its own name beside the target path (`docs/format.md`,
@@ -126,7 +126,7 @@ mod tests {
         checkpoint(parent.path(), "c", "one");
         assert!(refused(false), "overwrite=False");
         std::fs::create_dir(path.join("sub")).unwrap();
-        assert!(refused(true), "a directory inside");
+        assert!(refused(true), "a directory that holds a directory");
     }
 
     #[test]
@@ -161,7 +161,7 @@ mod tests {
             assert!(content(&path).ends_with(text));
             assert_eq!(names(&path.join("training")), ["training.safetensors"]);
         }
-        // Also where the directories may not be written to.
+        // A save also replaces directories without write permission.
         for directory in [path.join("training"), path.clone()] {
             std::fs::set_permissions(directory, std::fs::Permissions::from_mode(0o500)).unwrap();
         }
@@ -175,7 +175,7 @@ mod tests {
         drop(sealed(&path, "half"));
         remove(&path, &[], false).unwrap();
         assert_eq!(names(parent.path()), [""; 0]);
-        // One that is missing when the checkpoint is published.
+        // A shard that is missing when the checkpoint is published is an error.
         let mut workspace = Workspace::create(&path, true).unwrap();
         assert!(seal(&mut workspace, &[(TRAINING, 5)], "").unwrap_err().to_string().contains(TRAINING));
     }
@@ -244,13 +244,13 @@ mod tests {
         assert_eq!((text("config.json"), text("notes")), ("1".to_owned(), String::new()));
         save(&[("config.json", b"22")]);
         assert_eq!((text("config.json"), text("notes")), ("22".to_owned(), String::new()));
-        // A rival's file of the same name is not taken over from what it published meanwhile.
+        // A save does not take over a file that a rival published meanwhile under the name of one of its own files.
         let mut late = Workspace::create(&path, true).unwrap();
         late.seal(Vec::new(), &[("notes", b"late")], b"{\"fastckpt\":1,", || Ok(())).unwrap();
         save(&[("notes", b"rival"), ("config.json", b"333")]);
         assert!(late.publish().unwrap().rival);
         assert_eq!((text("config.json"), text("notes")), ("333".to_owned(), "late".to_owned()));
-        // One that somebody removed from the workspace is missed.
+        // If a user removes such a file from the workspace, this is an error.
         let mut spoilt = Workspace::create(&path, true).unwrap();
         spoilt.seal(Vec::new(), &[("notes", b"4444")], b"{\"fastckpt\":1,", || Ok(())).unwrap();
         std::fs::remove_file(spoilt.path_of("notes")).unwrap();
@@ -321,7 +321,7 @@ mod tests {
         drop(workspace);
         assert_eq!(names(&root.path().join("a/b")), [""; 0]);
         let error = Workspace::join(&root.path().join("d/c"), OsStr::new("c")).unwrap_err();
-        assert_eq!(error.errno(), Some(libc::ENOENT), "who joins a save makes nothing: {error}");
+        assert_eq!(error.errno(), Some(libc::ENOENT), "joining a save creates nothing: {error}");
     }
 
     #[test]
@@ -343,7 +343,7 @@ mod tests {
         std::fs::create_dir(parent.path().join(&bare)).unwrap();
         refused(&bare, "it is not a workspace");
         refused(&gone, "No such file");
-        // An exchange of names leaves an old checkpoint like this.
+        // The state in which an exchange of names leaves an old checkpoint.
         std::fs::write(parent.path().join(&bare).join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         refused(&bare, "it is sealed");
         drop(Workspace::join(&path, workspace.temporary()).unwrap());

@@ -11,7 +11,7 @@ use crate::format::checksum;
 /// The meaning of a temporary name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A workspace. After an exchange it is, for a moment, the old checkpoint.
+    /// A workspace. For a moment after an exchange of names, it is the old checkpoint.
     Tmp,
     /// The old checkpoint between two plain renames.
     Old,
@@ -44,11 +44,11 @@ fn compose(stem: &[u8], kind: Kind, workspace: &[u8]) -> OsString {
     OsString::from_vec([stem, b".", kind.word().as_bytes(), b"-", workspace].concat())
 }
 
-/// The part of the name after the kind: which process writes, and which of its workspaces this is.
+/// The part of the name after the kind. It identifies the writing process and one of its workspaces.
 fn workspace() -> String {
     let mut random = [0u8; 4];
     if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
-        // `mkdir` refuses a name that is taken, and the caller tries another, so this need not be unpredictable.
+        // This need not be unpredictable: `mkdir` refuses a name that is taken, and the caller tries another one.
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         random = now.map_or(0, |now| now.subsec_nanos()).to_be_bytes();
     }
@@ -60,7 +60,7 @@ pub(super) fn workspace_name(name: &OsStr) -> OsString {
     compose(&stem(name), Kind::Tmp, workspace().as_bytes())
 }
 
-/// The name for the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
+/// The name for the old checkpoint that gives its name to the workspace `temporary`, at the given attempt. No two
 /// attempts share a name: a process that judges the leftovers of one attempt must not find those of the next one.
 pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     let parsed = Temporary::parse(temporary.as_bytes());
@@ -69,19 +69,18 @@ pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     name
 }
 
-/// A name, beside the workspace named `temporary`, that no sweep removes. It is for a directory that belongs to someone
-/// else.
+/// A name beside the workspace `temporary` that no sweep removes, for a directory that fastckpt did not write.
 pub(super) fn displaced_name(temporary: &OsStr) -> OsString {
     let mut name = temporary.to_owned();
     name.push(".displaced");
     name
 }
 
-/// The word in the name of a directory in which the files of a copy are gathered.
+/// The part of a directory's name that marks it as the place where the files of a copy are gathered.
 const COPY: &[u8] = b".copy-";
 
-/// The name of the directory in which copies of the checkpoint whose manifest has the checksum `seal` are gathered, to
-/// become `name`.
+/// The name of the directory in which copies are gathered that become `name`. `seal` is the checksum of the
+/// checkpoint's manifest.
 pub(super) fn gathering_name(name: &OsStr, seal: &str) -> OsString {
     OsString::from_vec([&stem(name), COPY, seal.as_bytes()].concat())
 }
@@ -100,14 +99,14 @@ pub(super) struct Temporary<'a> {
     /// See [`stem`].
     stem: &'a [u8],
     pub(super) kind: Kind,
-    /// Its maker and its random digits. An old checkpoint and the workspace that takes its place have the same.
+    /// Its maker and random digits. An old checkpoint and the workspace that takes its place have the same ones.
     workspace: &'a [u8],
 }
 
 impl<'a> Temporary<'a> {
-    /// Parses a name that this module made. Returns nothing for any other name.
+    /// Parses a name that this module made; `None` for any other name.
     pub(super) fn parse(name: &'a [u8]) -> Option<Self> {
-        // From the end, because the checkpoint's own name may contain anything.
+        // Parses from the end, because the checkpoint's own name may contain anything.
         let mut parts = name.rsplitn(7, |&byte| byte == b'-');
         let random = parts.next()?;
         let owner = Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])?;
@@ -124,34 +123,34 @@ impl<'a> Temporary<'a> {
         Some(Self { stem, kind, workspace })
     }
 
-    /// Whether it belongs to checkpoint `name`.
+    /// Whether the temporary name belongs to checkpoint `name`.
     pub(super) fn is_of(&self, name: &OsStr) -> bool {
         stem(name) == self.stem
     }
 
-    /// The checkpoint's own name. For a name longer than 120 bytes, its first 120 bytes and a checksum.
+    /// The checkpoint's own name. If it is longer than 120 bytes, its first 120 bytes and a checksum.
     pub(super) fn of(&self) -> &'a OsStr {
         OsStr::from_bytes(&self.stem[1..])
     }
 
-    /// The process that made it.
+    /// The process that made this name.
     pub(super) fn owner(&self) -> Option<Owner> {
         let mut parts = self.workspace.rsplitn(6, |&byte| byte == b'-').skip(1);
         Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])
     }
 
-    /// The host it was made on, for display only: host names prove nothing.
+    /// The host on which this name was made, for display only: host names prove nothing.
     pub(super) fn host(&self) -> String {
         let end = self.workspace.iter().position(|&byte| byte == b'-').unwrap_or(0);
         String::from_utf8_lossy(&self.workspace[..end]).into_owned()
     }
 
-    /// The name of the workspace that this belongs to.
+    /// The name of the workspace that this name belongs to.
     pub(super) fn workspace(&self) -> OsString {
         compose(self.stem, Kind::Tmp, self.workspace)
     }
 
-    /// A new name for it, made by this process.
+    /// A new name for the directory, made by this process.
     pub(super) fn renamed(&self, kind: Kind) -> OsString {
         compose(self.stem, kind, workspace().as_bytes())
     }

@@ -1,7 +1,7 @@
 //! The process that made a temporary directory, and whether it is provably dead (`docs/format.md`, 6.2).
 //!
-//! A wrong proof of death would make a live save fail. It could not destroy a checkpoint: everything is renamed before
-//! it is removed.
+//! A wrong verdict of death would make a live save fail. It could not destroy a checkpoint, because everything is
+//! renamed before it is removed.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,14 +20,14 @@ use crate::sys::lock;
 /// A process, as other processes can identify it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner {
-    /// The first 64 bits of the kernel's boot id. It is unique; host names are not.
+    /// The first 64 bits of the kernel's boot id, which is unique, unlike host names.
     boot: u64,
-    /// The inode of its PID namespace, 0 if unknown.
+    /// The inode of the process's PID namespace, 0 if unknown.
     namespace: u64,
-    /// Its process id in that namespace.
+    /// The process id in that namespace.
     pub(super) pid: u32,
-    /// When it started, in clock ticks since boot; 0 if unknown. Process ids are reused. After a restart, a container's
-    /// first process has id 1 again, in a namespace that may have the inode of the old one.
+    /// When the process started, in clock ticks since boot; 0 if unknown. Process ids are reused: after a restart, a
+    /// container's first process has id 1 again, in a namespace that may have the inode of the old one.
     start: u64,
 }
 
@@ -57,7 +57,7 @@ impl Owner {
         })
     }
 
-    /// Whether the process runs; nothing if it cannot be seen from here.
+    /// Whether the process runs; `None` if it cannot be seen from here.
     fn runs(self) -> Option<bool> {
         let me = Self::myself();
         if me.boot == 0 || me.namespace == 0 || (self.boot, self.namespace) != (me.boot, me.namespace) {
@@ -91,15 +91,15 @@ fn start_of(process: &str) -> Option<u64> {
 /// Whether the writer of a workspace lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
-    /// Its process runs, or its lock is held.
+    /// The writer's process runs, or its lock is held.
     Alive,
-    /// It is provably dead.
+    /// The writer is provably dead.
     Dead,
-    /// Neither can be proved from here.
+    /// This host has no proof that the writer is alive or dead.
     Unknown,
 }
 
-/// A [`Life`], valid as long as this is held: a writer that is about to lock its manifest finds it locked.
+/// A [`Life`], valid as long as this is held: a writer that is about to lock its manifest finds the manifest locked.
 #[derive(Debug)]
 pub(super) struct Verdict {
     pub(super) life: Life,
@@ -125,12 +125,12 @@ pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     Verdict { life, _lock: lock }
 }
 
-/// Whether the manifest in `directory` is empty: the save had not sealed it.
+/// Whether the manifest in `directory` is empty, which means that the save had not sealed it.
 fn is_unsealed(directory: BorrowedFd<'_>) -> bool {
     fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_size == 0)
 }
 
-/// The verdict from the lock.
+/// The verdict that follows from the lock.
 fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
     let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(directory, manifest::FILE, flags, Mode::empty()) else {
@@ -142,8 +142,8 @@ fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
         Ok(()) => {}
     }
     let dead = match reach(directory) {
-        // An earlier boot of this machine looks the same as another machine to which this one exports the file system.
-        // Only the time of the last change in the directory distinguishes them.
+        // An earlier boot of this machine looks the same as another machine to which this machine exports the file
+        // system. Only the time of the last change in the directory distinguishes them.
         Reach::Machine => {
             (owner.boot != 0 && owner.boot == Owner::myself().boot) || unchanged_since_boot(directory)
         }

@@ -1,4 +1,4 @@
-//! The directories above a checkpoint. A save makes those that are missing, durably.
+//! The directories above a checkpoint. A save creates missing ones, durably.
 
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind};
@@ -12,12 +12,12 @@ use crate::error::{Error, OPEN_PARENT, Result};
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, Access, AtFlags, Mode, OFlags};
 
-/// Opens the directory `path`. Makes it and the directories above it where they are missing, and makes their names
-/// durable. Other processes may make the same ones meanwhile.
+/// Opens the directory `path`. Creates it and the directories above it if they are missing, and makes their names
+/// durable. Other processes may create the same directories at the same time.
 pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     let (mut at, missing) = nearest(path)?;
-    // A killed save may have made this directory, and not synced its name. No save makes anything in a directory before
-    // that sync, so only the name of an empty one is in doubt.
+    // A killed save may have created this directory without syncing its name. No save creates anything in a directory
+    // before that sync, so only the name of an empty directory is in doubt.
     if is_empty(at.as_fd()) {
         match open_child(at.as_fd(), OsStr::new("..")).and_then(|above| sync(above.as_fd())) {
             // The directory above may be unreadable.
@@ -26,10 +26,10 @@ pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
         }
     }
     for path in missing.into_iter().rev() {
-        // Unlike `file_name`, this is also right for `..`, which exists.
+        // Unlike `file_name`, this also works for `..`, which exists.
         let Some(name) = path.components().next_back() else { continue };
         match fs::mkdirat(&at, name.as_os_str(), Mode::from_raw_mode(0o777)) {
-            // Another process made it a moment ago, and may not have synced it yet.
+            // Another process may have created it a moment ago without syncing it yet.
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(Error::io("make the directory", path)(error)),
         }
@@ -41,9 +41,9 @@ pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     Ok(at)
 }
 
-/// Opens the nearest directory at or above `path` that exists, and returns whether it is `path` itself. If it is not,
-/// [`open_or_make`] could make it. An error if a save could not make a directory there, as far as this can be known
-/// without trying.
+/// Opens the nearest existing directory at or above `path`, and returns whether it is `path` itself. If it is not,
+/// [`open_or_make`] could create `path`. Fails if a save could not create a directory there, as far as this can be
+/// known without trying.
 pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
     let (at, missing) = nearest(path)?;
     match fs::accessat(&at, ".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS) {
@@ -61,14 +61,14 @@ pub(crate) fn directory_at(path: &Path) -> Option<OwnedFd> {
     nearest(path).ok().map(|(directory, _)| directory)
 }
 
-/// The nearest existing directory at or above `path`, and the missing ones on the way, the lowest first.
+/// The nearest existing directory at or above `path`, and the missing directories on the way, the lowest first.
 fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
     let mut missing: Vec<(&Path, io::Error)> = Vec::new();
     for above in path.ancestors() {
         let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
         match open_directory(above) {
             Ok(directory) => {
-                // A file, or a dangling link, is in the way.
+                // A file or a dangling link is in the way.
                 let in_the_way = |(path, error): &mut (&Path, io::Error)| {
                     error.kind() != ErrorKind::NotFound || path.is_symlink()
                 };
@@ -99,11 +99,11 @@ fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a directory in the file system of `directory` could have this name.
+/// Fails if `name` is too long for a directory in the file system of `directory`.
 pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error @ Errno::NAMETOOLONG) => Err(error),
-        // Only the length matters: the name is looked up in another directory.
+        // Only the length matters: this looks the name up in another directory.
         _ => Ok(()),
     }
 }

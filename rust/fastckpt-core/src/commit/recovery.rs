@@ -1,5 +1,5 @@
 //! An old checkpoint that a commit moved aside. A process that finds its name free looks for it, and puts it back if
-//! its writer is dead.
+//! the writer of the commit is dead.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -19,24 +19,24 @@ use crate::format::manifest;
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, AtFlags};
 
-/// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint in
-/// place. It does not wait if the writer is provably dead.
+/// How long a load waits for a commit that is between its two plain renames. After that, the load reads the old
+/// checkpoint in place. If the writer is provably dead, the load does not wait.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
-/// How long a load looks at a free name whose directory keeps changing: such a directory does not prove that there is
-/// no checkpoint.
+/// How long a load looks at a free name whose directory keeps changing, because such a directory does not prove that
+/// there is no checkpoint.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The facts about a name that is free.
+/// What is known about a free name.
 pub(super) enum Free {
     /// Something has the name again.
     Taken,
-    /// Nothing has it, and nothing was moved aside from it.
+    /// Nothing has the name, and nothing was moved aside from it.
     Truly,
-    /// Nothing has it, but an old checkpoint was moved aside from it.
+    /// Nothing has the name, but an old checkpoint was moved aside from it.
     For(Aside),
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Aside {
     verdict: Option<Verdict>,
 }
 
-/// The names in `parent` that are `name`, or temporary names of it.
+/// The names in `parent` that are `name` itself or temporary names for it.
 fn family(parent: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<Vec<OsString>> {
     let all = entries(parent)?.into_iter().map(|(found, _)| OsStr::from_bytes(found.to_bytes()).to_owned());
     let related =
@@ -57,8 +57,8 @@ fn family(parent: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<Vec<OsStri
 
 /// Looks for the newest checkpoint that was moved aside from `name`, which was found to be free.
 ///
-/// A single listing must show that nothing has the name and that nothing is aside. Two separate looks could both miss a
-/// directory that moves between them, and so can a listing that others change meanwhile.
+/// A single listing must show that nothing has the name and that nothing was moved aside. Two separate lookups could
+/// both miss a directory that moves between them. So can a listing during which other processes make changes.
 pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
     let mut turn = 0;
     let all = loop {
@@ -98,13 +98,13 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
     newest.map_or(Free::Truly, |(_, aside)| Free::For(aside))
 }
 
-/// When something was last created, removed or renamed in a directory, asked afresh.
+/// When something was last created, removed or renamed in a directory, according to a new query.
 fn changed(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
     refresh(directory);
     fs::fstat(directory).ok().map(|stat| (stat.st_ctime, stat.st_ctime_nsec))
 }
 
-/// Whether nothing has the name, or only an empty directory.
+/// Whether nothing or only an empty directory has the name.
 pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     match open_child(parent, name) {
         Ok(directory) => is_empty(directory.as_fd()),
@@ -114,11 +114,11 @@ pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
 
 /// The action for a checkpoint whose name is free.
 enum Then {
-    /// Open it again: it has its name back, or may have it soon.
+    /// Open the checkpoint again: it has its name back, or may have it soon.
     OpenAgain,
-    /// Read the old one under this path.
+    /// Read the old checkpoint under this path.
     Read(PathBuf),
-    /// There is none.
+    /// There is no checkpoint.
     Missing,
 }
 
@@ -128,8 +128,8 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
     let before = changed(parent);
     let aside = match taken_aside(parent, name) {
         Free::Taken => return Then::OpenAgain,
-        // The clock of a file system advances only with the kernel's tick, so a change while the directory was listed
-        // may not show. Only a second look after a pause proves that nothing is there.
+        // The clock of a file system advances only with the kernel's tick, so a change during the listing may not show.
+        // Only a second listing after a pause proves that nothing is there.
         Free::Truly => {
             std::thread::sleep(PAUSE);
             let still = matches!(taken_aside(parent, name), Free::Truly) && changed(parent) == before;
@@ -143,7 +143,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
             Ok(()) => {
                 let _ = sync(parent);
             }
-            // Another process did it.
+            // Another process put it back, or took the name.
             Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
             Err(_) => return Then::Read(parent_path.join(aside.name)),
         }
@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// The same, with a clock for the time it has taken. The clock is called once before each look, so that the last look
-/// comes after the end of the wait: on a busy machine a single look may take longer.
+/// Like [`open_checkpoint`], with a clock for the time since the beginning. The clock is read once before each attempt,
+/// so that the last attempt comes after the end of the wait: on a busy machine a single attempt may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {
@@ -183,7 +183,7 @@ fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> 
     while missing(&directory) {
         let taken = clock();
         if taken > PATIENCE {
-            // Not "not found": a program would start a new run.
+            // The error is not "not found", on which a program would start a new run.
             directory = Err(Errno::BUSY.into());
             break;
         }
@@ -195,7 +195,7 @@ fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> 
         match then {
             None | Some(Then::Missing) => break,
             Some(Then::Read(instead)) => {
-                // It may have got its name back meanwhile.
+                // The checkpoint may have got its name back meanwhile.
                 directory = open_directory(&instead).or_else(|_| open_directory(path));
                 break;
             }
@@ -248,7 +248,7 @@ mod tests {
             assert!(content(&path).ends_with("one"));
             sweep();
         }
-        // A save takes it over, including the files that fastckpt did not write, and never has to put it back.
+        // A save takes the old checkpoint over, with the files that fastckpt did not write, and never puts it back.
         std::fs::write(path.join("config.json"), "{}").unwrap();
         put_aside();
         checkpoint(parent.path(), "c", "two");
@@ -267,7 +267,7 @@ mod tests {
                 let workspace = sealed(&path, "next");
                 let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap();
                 let done = old.map(|old| workspace.replace_in_two_steps(&old, 0, &mut Published::default()));
-                // A rival may have had the name first; then this one is not published.
+                // If a rival had the name first, this checkpoint is not published.
                 if let Some(Ok(Step::Done(Some((aside, id))))) = done {
                     remove(workspace.parent.as_fd(), &aside, id, None).unwrap();
                     saves.fetch_add(1, Ordering::Relaxed);
@@ -292,7 +292,7 @@ mod tests {
         let workspace = sealed(&path, "two");
         let aside = parent.path().join(aside_name(workspace.temporary(), 0));
         std::fs::rename(&path, &aside).unwrap();
-        // Its writer lives: it is read in place, once the wait is over.
+        // The writer is alive, so the checkpoint is read in place once the wait is over.
         let mut times = [Duration::ZERO, COMMIT_WAIT * 2].into_iter();
         let opened = open_by(&path, &mut || times.next().unwrap()).unwrap();
         assert_eq!(fs::fstat(opened).unwrap().st_ino, fs::stat(&aside).unwrap().st_ino);

@@ -1,4 +1,4 @@
-//! Removes a checkpoint. At no time does half of it have its name.
+//! Removes a checkpoint. Its name never refers to half of it.
 
 use std::ffi::{CStr, OsStr};
 use std::io;
@@ -16,14 +16,14 @@ use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 use crate::sys::fs::{self, FileType};
 
-/// Whether the directory with these files stays because of one of them.
+/// Whether the directory that holds these files must stay because of the given file.
 type StaysWith<'a> = &'a dyn Fn(&Files, &CStr) -> bool;
 
-/// Durably removes the checkpoint at `path`, and leftovers of it under other names from killed saves. It does not wait
+/// Durably removes the checkpoint at `path`, and its leftovers under other names from killed saves. It does not wait
 /// for readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Files that are not part of the checkpoint are an error. Plain ones are removed as well if they are among `more`,
-/// which are names, or all with `force`.
+/// Files that are not part of the checkpoint are an error, except plain files that `more` names, or all plain files
+/// with `force`: these are removed, too.
 pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
     let stays_with = |files: &Files, file: &CStr| {
         let listed = || more.iter().any(|one| one.as_bytes() == file.to_bytes());
@@ -34,14 +34,14 @@ pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
         split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's name"))?;
     let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
     let parent = parent.as_fd();
-    // Swept first: an old checkpoint whose successor has the name would otherwise stay for good once the successor is
-    // gone.
+    // Sweeps first: an old checkpoint whose successor has the name would otherwise stay for good after the successor is
+    // removed.
     sweep(parent);
     let mut removed = false;
     for _ in 0..TURNS {
         if !is_free(parent, &name) {
             if removed {
-                break; // a later save made this one
+                break; // this is the checkpoint of a later save
             }
             removed = take(parent, &name, path, &stays_with)?;
             continue;
@@ -53,7 +53,7 @@ pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
                 return Err(stays(path, "it is an empty directory"));
             }
             Free::Truly => return Err(missing()),
-            // A load would find it and put it back.
+            // A load would find this checkpoint and put it back.
             Free::For(aside) => removed |= take(parent, &aside.name, path, &stays_with)?,
         }
     }
@@ -79,7 +79,7 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, stays_with: StaysWit
         refresh(parent);
         return Ok(false);
     }
-    // Something may have been added to it meanwhile.
+    // Another process may have added something to the directory meanwhile.
     if let Err(refusal) = examine(directory.as_fd(), path, stays_with) {
         unclaim(parent, found, &claimed).map_err(Error::io("restore the name of", path))?;
         return Err(refusal);
@@ -90,7 +90,7 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, stays_with: StaysWit
     fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
     sync(parent).map_err(Error::io("sync the parent directory of", path))?;
     match destroy(parent, &garbage, expected) {
-        // A process has one of its files open, on a file system that keeps such files under hidden names. A later save
+        // A process has one of the files open, on a file system that keeps such files under hidden names. A later save
         // sweeps the rest.
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::EBUSY)) => Ok(true),
         other => other.map(|()| true).map_err(Error::io("remove the files of", path)),
@@ -101,7 +101,7 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or that `stays_with` keeps.
+/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or that must stay (`stays_with`).
 fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: StaysWith<'_>) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
@@ -220,7 +220,7 @@ mod tests {
     fn what_was_taken_aside_does_not_come_back() {
         for has_the_name in [false, true] {
             let (parent, path) = made();
-            // Two saves were killed between their two renames, one after the other.
+            // Two saves were killed one after the other, each between its two renames.
             for text in ["two", "three"] {
                 let temporary = name_by("c", dead());
                 let aside = parent.path().join(aside_name(&temporary, 0));
@@ -232,7 +232,7 @@ mod tests {
             }
             remove(&path, &[], false).unwrap();
             assert!(open_checkpoint(&path).is_err(), "has_the_name={has_the_name}");
-            // The writers of their workspaces are dead.
+            // The writers of these workspaces are dead.
             drop(Workspace::create(&parent.path().join("d"), true).unwrap());
             assert_eq!(names(parent.path()), [""; 0], "has_the_name={has_the_name}");
         }
@@ -272,7 +272,7 @@ mod tests {
         let claimed = workspace_name(OsStr::new("c"));
         assert!(!claim(parent_fd, OsStr::new("c"), &claimed, before).unwrap());
         assert_eq!(names(parent.path()), ["c", "elsewhere"]);
-        // If its name is taken, it stays under one that no sweep removes.
+        // If the name is taken, the directory stays under a name that no sweep removes.
         std::fs::rename(&path, parent.path().join(&claimed)).unwrap();
         std::fs::rename(parent.path().join("elsewhere"), &path).unwrap();
         assert!(unclaim(parent_fd, OsStr::new("c"), &claimed).is_err());

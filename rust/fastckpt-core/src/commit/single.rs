@@ -1,5 +1,5 @@
-//! One file that appears at its path whole and durable, or not at all. It is written in a workspace beside the path,
-//! and leaves it by a rename: the leftovers of a killed process are swept like any workspace.
+//! One file that appears at its path whole and durable, or not at all. It is written in a workspace beside the path and
+//! renamed to the path. If the process is killed, its leftovers are removed like any workspace.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -28,15 +28,15 @@ const CHECKSUM: &str = "user.fastckpt.crc64nvme";
 /// A file that is being written.
 #[derive(Debug)]
 pub struct SingleFile {
-    // In this order: the file is closed before its workspace is removed.
+    // The order matters: the file is closed before its workspace is removed.
     file: Incoming,
     workspace: Workspace,
-    /// The permissions and the group of the file that it replaces.
+    /// The permissions and the group of the file that is replaced.
     old: Option<(Mode, Gid)>,
 }
 
 impl SingleFile {
-    /// Makes a new file for `target`, with direct I/O or through the page cache. The file that is there stays as it is.
+    /// Creates a file for `target`, with direct I/O or through the page cache. A file at `target` stays unchanged.
     pub fn create(target: &Path, direct: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
@@ -56,14 +56,14 @@ impl SingleFile {
             },
         };
         if old.is_some() {
-            // A rename checks the permissions of the directory alone.
+            // A rename checks the permissions of the directory only.
             fs::accessat(&parent, &name, Access::WRITE_OK, AtFlags::EACCESS)
                 .map_err(Error::io("replace the write-protected file", target))?;
         }
         if is_new(&parent) {
             sweep(parent.as_fd());
         }
-        // The new file is never readable by more users than the one before. A directory may pass its group on.
+        // The new file is never readable by more users than the old one. A directory may pass its group to new files.
         let inherited = fs::fstat(&parent).map_or(0, |stat| stat.st_mode & 0o2000);
         let hidden = old.map(|_| inherited);
         let workspace = Workspace::begin((parent, parent_path), name, target, true, (None, hidden))?;
@@ -78,35 +78,35 @@ impl SingleFile {
         self.file.file.is_direct()
     }
 
-    /// Allocates the bytes from `start` to `end`, so that writes there need not extend the file, one after the other.
+    /// Allocates the bytes from `start` to `end`, so that writes there need not extend the file one after another.
     pub fn reserve(&self, start: u64, end: u64) -> Result<()> {
         let reserved = self.file.file.reserve(start..end);
         reserved.map_err(Error::io("allocate", &self.workspace.path_of(DATA)))
     }
 
-    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Whole pages at a page bypass the page cache.
+    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Whole pages at page boundaries bypass the page cache.
     pub fn write(&self, offset: u64, bytes: Bytes<'_>) -> Result<u64> {
         self.file.write(offset, bytes).map_err(Error::io("write", &self.workspace.path_of(DATA)))
     }
 
-    /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. That sum is kept
-    /// with the file where the file system can.
+    /// Cuts the file to its first `nbytes` bytes, whose CRC-64/NVME is `sum`, and gives it its path, durably. The sum
+    /// is stored with the file if the file system supports that.
     pub fn publish(self, nbytes: u64, sum: u64) -> Result<()> {
         let Self { workspace, file: Incoming { file, .. }, old } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));
         retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
-        // Before the mode, which may forbid it.
+        // Comes before the change of the mode, which may forbid it.
         let _ = keep_sum(fd, nbytes, sum);
         if let Some((mode, group)) = old {
             let same = fs::fstat(fd).is_ok_and(|stat| stat.st_gid == group.as_raw());
-            // The permissions of one group are not passed to another.
+            // A different group must not get the permissions of the old file's group.
             let mode =
                 if same || fs::fchown(fd, None, Some(group)).is_ok() { mode } else { mode - Mode::RWXG };
             // This fails if the file system has no modes.
             let _ = fs::fchmod(fd, mode);
         }
         file.sync().map_err(Error::io("sync", &path))?;
-        // NFS and FUSE keep an open file under another name when it is replaced later.
+        // NFS and FUSE keep an open file under another name if it is replaced later.
         drop(file);
         fs::renameat(workspace.directory(), DATA, &workspace.parent, &workspace.name)
             .map_err(Error::io("rename the finished file to", &workspace.target))?;
@@ -115,19 +115,19 @@ impl SingleFile {
     }
 }
 
-/// Whether this process has not written here yet: only the first of many small files in one directory sweeps.
+/// Whether this process has not written here yet. Only the first of many small files in one directory sweeps.
 fn is_new(directory: &OwnedFd) -> bool {
     static KNOWN: Mutex<BTreeSet<Id>> = Mutex::new(BTreeSet::new());
     let Ok(stat) = fs::fstat(directory) else { return true };
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(id(&stat))
 }
 
-/// Keeps the checksum of a file in an extended attribute, with the file's length and the time of its last change: a
-/// program that writes to the file later changes that time, and the checksum is void.
+/// Stores the checksum of a file in an extended attribute, with the file's length and the time of its last change. A
+/// program that writes to the file later changes that time, so the checksum is void.
 fn keep_sum(fd: BorrowedFd<'_>, nbytes: u64, sum: u64) -> rustix::io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     fs::futimens(fd, &Timestamps { last_access: now, last_modification: now })?;
-    // Some file systems round it.
+    // Reads the time back, because some file systems round it.
     let stat = fs::fstat(fd)?;
     let value = format!("{sum:016x} {nbytes} {}.{:09}", stat.st_mtime, stat.st_mtime_nsec);
     fs::fsetxattr(fd, CHECKSUM, value.as_bytes(), XattrFlags::empty())

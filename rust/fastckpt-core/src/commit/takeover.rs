@@ -15,7 +15,7 @@ use super::workspace::Workspace;
 use crate::error::{Error, Result};
 use crate::sys::fs::{self, AtFlags, Mode, RenameFlags};
 
-/// What publishing reports.
+/// The facts that publishing reports.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
     /// Another save to the same path ended while this one ran, and this one replaced its checkpoint.
@@ -39,15 +39,15 @@ impl Published {
     }
 }
 
-/// A directory to remove, now that another checkpoint has its name. It is removed when this is dropped. The next save
-/// sweeps the rest.
+/// A directory to remove after another checkpoint has taken its name. It is removed when this is dropped. The next save
+/// sweeps anything that is left.
 #[derive(Debug)]
 #[must_use = "dropping it may take a long time"]
 pub struct Displaced {
-    /// Published: it is not removed.
+    /// The published checkpoint, which is not removed.
     workspace: Workspace,
     found: Option<(OsString, Id)>,
-    /// A killed rival may have moved a checkpoint aside that this save did not find. It must not come back.
+    /// Whether a killed rival may have moved a checkpoint aside unseen by this save. It must not come back.
     in_two_steps: bool,
 }
 
@@ -65,9 +65,9 @@ impl Drop for Displaced {
 
 /// The outcome of a rename.
 pub(super) enum Step {
-    /// This workspace has the name. The directory under the other name, if any, is no longer needed.
+    /// This workspace has the name. The directory under the other name, if there is one, is no longer needed.
     Done(Option<(OsString, Id)>),
-    /// Another process was faster: look again.
+    /// Another process was faster: try again.
     Again,
 }
 
@@ -77,7 +77,7 @@ impl Workspace {
         self.publish_beside_old().map(|(done, _)| done)
     }
 
-    /// The same, but the previous checkpoint is removed when the second value is dropped.
+    /// Like [`Self::publish`], but the previous checkpoint is removed when the second value is dropped.
     pub fn publish_beside_old(mut self) -> Result<(Published, Displaced)> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
         let files = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
@@ -97,8 +97,8 @@ impl Workspace {
         self.close_to_others(mode)?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
-        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when a file
-        // is looked up.
+        // An XFS file system that has shut down syncs a directory without an error, and reports the failure only when a
+        // file is looked up.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after the rename", &self.target)(error)),
@@ -107,8 +107,8 @@ impl Workspace {
         Ok((done, Displaced { workspace: self, found: displaced, in_two_steps }))
     }
 
-    /// Gives the directory the mode of the one that it replaced, if that mode denies access even to the owner. Until
-    /// now the owner had to fill it.
+    /// Gives the directory the mode of the directory that it replaced, if that mode denies access even to the owner.
+    /// Earlier, the owner had to write to the directory.
     fn close_to_others(&self, mode: Option<u32>) -> Result<()> {
         if let Some(mode) = mode.filter(|mode| mode & OWNER != OWNER) {
             // This fails if the file system has no modes.
@@ -118,7 +118,7 @@ impl Workspace {
         Ok(())
     }
 
-    /// Makes one attempt to take the final name, which `old` has.
+    /// Makes one attempt to take the final name from `old`, or a free name.
     pub(super) fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Published) -> Result<Step> {
         if let Some(old) = old {
             match self.carry_over(old.directory.as_fd()) {
@@ -138,8 +138,8 @@ impl Workspace {
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Another process saved first, or removed the checkpoint first: look again. This does not loop forever, and
-            // it does not happen if the finished directory itself was removed.
+            // Another process has already saved to this name, or removed the checkpoint: try again. This does not loop
+            // forever, and it does not happen if the finished directory itself was removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
                 Ok(Step::Again)
@@ -157,7 +157,7 @@ impl Workspace {
         Error::io("rename the finished checkpoint to", &self.target)
     }
 
-    /// The first save to this name.
+    /// Takes a free name, as the first save to this name does.
     fn take_free_name(&self) -> Result<Step> {
         self.rename().map_err(self.renaming())?;
         Ok(Step::Done(None))
@@ -166,7 +166,7 @@ impl Workspace {
     /// Gives the workspace its final name. Replaces nothing but an empty directory.
     fn rename(&self) -> rustix::io::Result<()> {
         match fs::renameat(&self.parent, &self.temporary, &self.parent, &self.name) {
-            // A network file system may send the request twice. The second one then finds that the rename is done.
+            // A network file system may send the request twice. The second request then finds that the rename is done.
             Err(Errno::NOENT) if id_of(self.parent.as_fd(), &self.name) == Some(self.id) => Ok(()),
             other => other,
         }
@@ -192,10 +192,10 @@ impl Workspace {
             if self.is_there() {
                 return refusal;
             }
-            // A third save took the name in between and has reported success. It gets the name back.
+            // A third save has taken the name in between and has reported success. Its checkpoint gets the name back.
             let _ = self.exchange();
         }
-        // The displaced directory is someone else's. It stays under a name that no sweep removes.
+        // The displaced directory is not a checkpoint of fastckpt. It stays under a name that no sweep removes.
         let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
@@ -209,14 +209,14 @@ impl Workspace {
         fs::renameat_with(&self.parent, &self.temporary, &self.parent, &self.name, RenameFlags::EXCHANGE)
     }
 
-    /// For file systems that cannot exchange names (NFS, Lustre, FUSE): the old checkpoint is moved aside, and the new
-    /// one takes its name. A load that finds the name missing puts the old one back (`recover`), and a save takes it
-    /// over (`look`). Neither does so if the new one has had the name: then it no longer has a temporary name.
+    /// For file systems that cannot exchange names (NFS, Lustre, FUSE): moves the old checkpoint aside, and gives its
+    /// name to the new one. If the name is missing, a load puts the old one back (`recover`), and a save takes it over
+    /// (`look`). Neither does so once the new one has had the name: it has no temporary name then.
     pub(super) fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Published) -> Result<Step> {
         let (parent, name) = (&self.parent, &self.name);
         let aside = aside_name(&self.temporary, attempt);
         done.in_two_steps = true;
-        // After a power cut the old checkpoint counts only beside the workspace, whose name may not be durable yet.
+        // After a power cut, the old checkpoint is valid only beside the workspace, whose name may not be durable yet.
         sync(parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
         fs::renameat(parent, &old.name, parent, &aside).map_err(self.renaming())?;
         let put_back = |error: Error| {
@@ -252,11 +252,11 @@ impl Workspace {
         }
     }
 
-    /// Checks the displaced directory, and returns its id. It can be another directory than the one that was examined,
-    /// or hold more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
+    /// Checks the displaced directory, and returns its id. It may be another directory than the examined one, or hold
+    /// more by now. It must be replaceable. Files in it that fastckpt did not write are carried over.
     ///
-    /// `seen` is the id that was found under the name after the rename. If a rival renamed at the same moment, FUSE and
-    /// NFS may have returned the id of the other directory, so the id is read again until the name opens with it.
+    /// `seen` is the id that the name had after the rename. If a rival renamed at the same moment, FUSE and NFS may
+    /// have returned the id of the other directory, so the id is read again until the name opens with it.
     fn adopt(&self, displaced: &OsStr, mut seen: Id) -> Result<Id> {
         let mut turn = 0;
         let directory = loop {
@@ -285,7 +285,7 @@ impl Workspace {
             }
         };
         if let Err(refusal) = examine(directory.as_fd(), &self.target, self.overwrite) {
-            // Another save may have taken it over and be removing it. Anything seen in it then proves nothing.
+            // Another save may have taken the directory over and be removing it. Its contents then prove nothing.
             return if id_of_renamed(self.parent.as_fd(), displaced) == Some(seen) {
                 Err(refusal)
             } else {
@@ -299,7 +299,7 @@ impl Workspace {
     }
 }
 
-/// Whether the name was taken, or became free, in the middle of an attempt.
+/// Whether the name was taken or became free during an attempt.
 fn is_taken(error: &Error) -> bool {
     let others = matches!(error, Error::Io { .. });
     others
@@ -378,7 +378,7 @@ mod tests {
             let parent = tempfile::tempdir().unwrap();
             let path = checkpoint(parent.path(), "c", "one");
             let config = |text: &str| {
-                // An editor writes like this: a new file takes the name.
+                // Saves as an editor does: a new file takes the name.
                 std::fs::write(parent.path().join("new"), text).unwrap();
                 std::fs::rename(parent.path().join("new"), path.join("config.json")).unwrap();
             };
@@ -386,7 +386,7 @@ mod tests {
             let workspace = sealed(&path, "two");
             let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
             assert!(workspace.carry_over(old.directory.as_fd()).unwrap());
-            assert!(!workspace.carry_over(old.directory.as_fd()).unwrap(), "it is here already");
+            assert!(!workspace.carry_over(old.directory.as_fd()).unwrap(), "the file is here already");
             config("new");
             std::fs::write(path.join("notes.txt"), "late").unwrap();
             replace(&workspace, &old, 0, &mut Published::default()).unwrap();

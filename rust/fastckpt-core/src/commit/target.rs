@@ -18,9 +18,9 @@ use crate::sys::fs::{self, AtFlags, FileType, Stat, StatxAttributes, StatxFlags}
 /// A directory that a save may replace.
 #[derive(Debug)]
 pub(super) struct Old {
-    /// Its name: the final name, or the one under which a killed commit moved it aside.
+    /// The final name, or the name under which a killed commit moved the directory aside.
     pub(super) name: OsString,
-    /// Kept open: as long as it is open, no other directory gets its inode number.
+    /// Kept open: until it is closed, no other directory gets its inode number.
     pub(super) directory: OwnedFd,
     pub(super) id: Id,
     pub(super) mode: u32,
@@ -34,8 +34,8 @@ pub(super) fn split_target(target: &Path) -> Result<(PathBuf, OsString)> {
     })
 }
 
-/// Checks whether a save to `target` would be refused now: something has the name and must not be replaced, or no
-/// directory can be made there. Changes nothing.
+/// Checks whether a save to `target` would be refused now, because something has the name and must not be replaced, or
+/// because no directory can be created there. Changes nothing.
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     let (parent, name) = split_target(target)?;
     match open_or_judge(&parent)? {
@@ -44,15 +44,15 @@ pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
-/// Returns the current state of the name `name`: nothing, a directory that may be replaced, or an error.
+/// Looks up `name`. Returns the directory that a save may replace, or `None` if the name is free. Fails otherwise.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
     name: &OsStr,
     target: &Path,
     overwrite: bool,
 ) -> Result<Option<Old>> {
-    // The checkpoint that was moved aside is current until another one has the name. Taking it over needs no proof that
-    // its writer is dead: the process whose rename comes first has the name, and the other one looks again.
+    // A checkpoint that was moved aside is current until another one has the name. It may be taken over without a proof
+    // that its writer is dead: the process that renames first gets the name, and the other process looks again.
     let mut turn = 0;
     while is_free(parent, name) {
         match taken_aside(parent, name) {
@@ -64,7 +64,7 @@ pub(super) fn look(
                 if !gone || turn == TURNS {
                     return found;
                 }
-                // Its writer, on another machine, has removed it meanwhile.
+                // The writer, on another machine, has removed it meanwhile.
                 refresh(parent);
                 turn += 1;
             }
@@ -73,7 +73,7 @@ pub(super) fn look(
     look_at_name(parent, name, target, overwrite)
 }
 
-/// Whether the directory that was examined is gone: its successor has the name.
+/// Whether the error shows that the examined directory is gone because its successor has the name.
 pub(super) fn is_gone(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
@@ -89,7 +89,7 @@ pub(super) fn look_at_name(
     loop {
         let before = id_of(parent, name);
         let outcome = look_once(parent, name, target, overwrite);
-        // The directory may have been replaced and emptied meanwhile. The answer then proves nothing.
+        // The directory may have been replaced and emptied meanwhile. In that case, the outcome proves nothing.
         if outcome.is_ok() || turn == TURNS {
             return outcome;
         }
@@ -123,16 +123,16 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
     open_old(parent, name, target, overwrite)
 }
 
-/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content is on another file system
-/// than its siblings.
+/// Whether a file system is mounted at `name`. A rename cannot replace a mount point, whose content is on another file
+/// system than its siblings.
 fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     match fs::statx(parent, name, flags, StatxFlags::empty()) {
         Ok(about) if about.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) => {
             about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
         }
-        // Linux before 5.8 does not report it, and a sandbox may refuse the call. A subvolume of btrfs is refused here,
-        // too.
+        // Linux before 5.8 does not report mount points, and a sandbox may refuse the call. This also refuses a
+        // subvolume of btrfs.
         _ => fs::fstat(parent).is_ok_and(|parent| parent.st_dev != stat.st_dev),
     }
 }
@@ -164,7 +164,7 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
     for (file, _) in &files.all {
         let name = file.to_bytes();
         let own = is_ours(name) && name != TORCH_METADATA.as_bytes();
-        // Beside a checkpoint only files that torch.distributed.checkpoint would still find: the rest is carried over.
+        // Beside a checkpoint, only files that torch.distributed.checkpoint still finds count: others are carried over.
         let counts =
             if checkpoint { name.ends_with(b".distcp") } else { in_training(file).is_none() && !own };
         if let Some(writer) = writer_of(name).filter(|_| counts) {
@@ -185,13 +185,13 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
                 "it holds a file `{what}`, but a checkpoint has a directory of that name: rename the file"
             ));
         }
-        // Nothing is carried over from our own directory.
+        // Nothing is carried over from the directory `training`.
         if in_training(&file).is_some() && !is_ours(name) && !is_remnant(&file) {
             return exists(&format!(
                 "it holds `{what}`, which is not part of the checkpoint: move that elsewhere first"
             ));
         }
-        // Other files are carried over. A file with one of our names would be replaced.
+        // Other files are carried over. A file with a name that fastckpt uses would be replaced.
         if !checkpoint && is_ours(name) {
             return exists(&format!(
                 "it holds `{what}` and is not a checkpoint of fastckpt: choose another name"

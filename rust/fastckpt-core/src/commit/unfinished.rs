@@ -1,5 +1,5 @@
-//! Directories in which the files of copies are gathered (`docs/format.md`, 6.4): found, judged and removed. An
-//! interrupted copy leaves one, and the next copy of the same checkpoint continues it.
+//! Finds, judges and removes the directories in which the files of copies are gathered (`docs/format.md`, 6.4). An
+//! interrupted copy leaves such a directory, and the next copy of the same checkpoint continues it.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -16,9 +16,9 @@ use crate::sys::file::{open_regular, read_at};
 use crate::sys::fs::{self, FileType, Mode, OFlags};
 use crate::sys::lock;
 
-/// The file on which those that gather share a lock.
+/// The file on which gathering processes hold a shared lock.
 pub(super) const LOCK: &str = ".lock";
-/// Bytes of a manifest that hold its checksum.
+/// The bytes of a manifest that contain its checksum.
 const FIRST_LINE: usize = 64;
 
 /// The directories in `parent` in which copies are gathered.
@@ -28,14 +28,14 @@ pub(super) fn unfinished(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| parse_gathering(name).is_some()).collect())
 }
 
-/// The verdict on a directory of a copy. No other process gathers in a dead one while this is held.
+/// The verdict on the directory of a copy. If it is dead, no other process gathers in it while this value is held.
 pub(super) struct Judged {
     pub(super) state: State,
     pub(super) id: Id,
     _lock: Option<OwnedFd>,
 }
 
-/// Finds out whether a process gathers in `found`; nothing if it is gone.
+/// Determines whether a process gathers in `found`; `None` if the directory is gone.
 pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
@@ -43,7 +43,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let (state, lock) = if files.are_plain() {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         match fs::openat(&directory, LOCK, flags, Mode::empty()) {
-            // Its creator is about to make the lock, or was killed before it did.
+            // The creator is about to create the lock, or was killed before that.
             Err(_) if files.is_empty() => (State::Dead, None),
             Err(_) => (State::Foreign, None),
             Ok(file) => match lock::take(&file) {
@@ -58,7 +58,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     Some(Judged { state, id, _lock: lock })
 }
 
-/// Whether the checkpoint that was gathered in `found` has its name by now, so that no copy continues `found`.
+/// Whether the checkpoint that was gathered in `found` has its final name, so that no copy continues in `found`.
 pub(super) fn is_finished(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     let Some((of, seal)) = parse_gathering(found) else { return false };
     let mut begin = [0; FIRST_LINE];
@@ -78,13 +78,13 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     };
     fs::renameat(parent, found, parent, &garbage)?;
     if id_of_renamed(parent, &garbage) != Some(expected) {
-        // Another directory has taken the name since the examination. It holds copies of files that are elsewhere.
+        // Another directory has taken the name since the check. It holds copies of files that exist elsewhere.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
     destroy(parent, &garbage, expected)
 }
 
-/// Removes leftovers in `parent` of copies that ended between the commit and the clean-up.
+/// Removes from `parent` the remains of copies that ended between the commit and the clean-up.
 pub(super) fn sweep_finished(parent: BorrowedFd<'_>) {
     for found in unfinished(parent).unwrap_or_default() {
         if !is_finished(parent, &found) {

@@ -1,5 +1,5 @@
-//! The directory in which a checkpoint is built. It is created, joined by other processes and sealed. It is removed if
-//! it is never published.
+//! The directory in which a checkpoint is built. One process creates and seals it, and other processes can join it. A
+//! workspace that is never published is removed.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -25,9 +25,9 @@ use crate::sys::fork::Note;
 use crate::sys::fs::{self, AtFlags, FileType, Mode, OFlags};
 use crate::sys::lock;
 
-/// A checkpoint that is being built beside its target path. The process that made the workspace, and those that joined
-/// it, write files into [`Workspace::directory`]. The maker seals and publishes it. If the maker drops it without
-/// publishing, it is removed.
+/// A checkpoint that is being built beside its target path. The process that created the workspace and processes that
+/// joined it write files into [`Workspace::directory`]. The creator seals and publishes the workspace. If the creator
+/// drops it without publishing it, it is removed.
 #[derive(Debug)]
 pub struct Workspace {
     pub(super) parent: OwnedFd,
@@ -39,28 +39,28 @@ pub struct Workspace {
     directory: OwnedFd,
     pub(super) id: Id,
     pub(super) overwrite: bool,
-    /// None in a process that joined.
+    /// `None` in a process that joined.
     pub(super) own: Option<Own>,
 }
 
 /// State that only the creator of a workspace has.
 #[derive(Debug)]
 pub(super) struct Own {
-    /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
+    /// Empty until the workspace is sealed. The lock proves that the writer is alive. A forked child does not keep it.
     manifest: (Note, Closing<File>),
     /// The directory that was current at the target path when the save began.
     pub(super) before: Option<Id>,
-    /// The mode of that directory.
+    /// The mode of the directory that was current.
     pub(super) mode: Option<u32>,
-    /// The process that removes the workspace if it is never published. A forked child does not.
+    /// The process that removes the workspace if it is never published. A forked child must not remove it.
     process: u32,
     /// The files beside the manifest and their sizes, once the workspace is sealed.
     pub(super) sealed: Option<Vec<(String, u64)>>,
 }
 
 impl Workspace {
-    /// Makes the parents of the target path, checks the path, sweeps leftovers of dead writers beside it, and creates
-    /// the temporary directory.
+    /// Creates missing parents of the target path, checks the path, sweeps leftovers of dead writers beside it, and
+    /// creates the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
@@ -69,13 +69,13 @@ impl Workspace {
         sweep_finished(parent.as_fd());
         let about = (old.as_ref().map(|old| old.id), old.as_ref().map(|old| old.mode));
         let made = Self::begin((parent, parent_path), name, target, overwrite, about);
-        // Only now may another directory get its id.
+        // Until here, no other directory may get the id of the old one.
         drop(old);
         made
     }
 
-    /// Creates the temporary directory in `parent` for the checkpoint `name`. The id and the mode of what has that name
-    /// are given.
+    /// Creates the temporary directory in `parent` for the checkpoint `name`. The caller passes the id and the mode of
+    /// the directory that has the name now.
     pub(super) fn begin(
         (parent, parent_path): (OwnedFd, PathBuf),
         name: OsString,
@@ -89,8 +89,8 @@ impl Workspace {
             turn += 1;
             let temporary = workspace_name(&name);
             match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
-                // A FUSE daemon and an NFS server look at what they have just made, and a sweep of another machine may
-                // have removed it by then.
+                // A FUSE daemon and an NFS server look up what they have just created. A sweep on another machine may
+                // have removed it before that.
                 Err(Errno::EXIST | Errno::NOENT | Errno::STALE) if turn < TURNS => continue,
                 other => other.map_err(failed)?,
             }
@@ -115,8 +115,8 @@ impl Workspace {
                         }),
                     });
                 }
-                // A sweep may find the directory before its manifest exists and is locked. Then the directory is gone
-                // by now.
+                // A sweep may find the directory before its manifest exists and is locked. In that case, it has removed
+                // the directory.
                 Err(Errno::NOENT | Errno::STALE) if turn < TURNS => discard(parent.as_fd(), &temporary),
                 Err(error) => {
                     discard(parent.as_fd(), &temporary);
@@ -126,7 +126,7 @@ impl Workspace {
         }
     }
 
-    /// Opens the workspace called `temporary` (see [`Workspace::temporary`]) that another process made for `target`, to
+    /// Opens the workspace `temporary` (see [`Workspace::temporary`]) that another process created for `target`, to
     /// write files into it. A process that joined can neither seal nor publish it, and dropping it removes nothing.
     pub fn join(target: &Path, temporary: &OsStr) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
@@ -139,7 +139,7 @@ impl Workspace {
         if !ours || bytes.contains(&b'/') {
             return Err(refused("it is not the name of a workspace of this checkpoint"));
         }
-        // Another machine may have just made it.
+        // Another machine may have created it just now.
         refresh(&parent);
         let directory = open_child(parent.as_fd(), temporary).map_err(Error::io("join", &path))?;
         let stat = fs::fstat(&directory).map_err(Error::io("join", &path))?;
@@ -164,18 +164,18 @@ impl Workspace {
         })
     }
 
-    /// Whether this process made it and therefore seals it.
+    /// Whether this process created the workspace, and therefore seals it.
     pub(crate) fn is_own(&self) -> bool {
         self.own.is_some()
     }
 
-    /// Its name beside the target path, for other processes to join.
+    /// The name beside the target path, for other processes to join.
     #[must_use]
     pub fn temporary(&self) -> &OsStr {
         &self.temporary
     }
 
-    /// The directory to create shards in.
+    /// The directory in which to create shards.
     #[must_use]
     pub fn directory(&self) -> BorrowedFd<'_> {
         self.directory.as_fd()
@@ -187,8 +187,8 @@ impl Workspace {
         self.parent_path.join(&self.temporary).join(file)
     }
 
-    /// Refuses to write into a workspace that another process made and has sealed since: it may have the checkpoint's
-    /// name by now. This is one look. The maker must not seal it while others write.
+    /// Refuses to write into a workspace that another process created and has sealed since then: it may already have
+    /// the checkpoint's name. This is a single check. The creator must not seal the workspace while others write.
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.own.is_some() {
             return Ok(());
@@ -205,10 +205,10 @@ impl Workspace {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
     }
 
-    /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
-    /// durable. The manifest and the other `files`, by name and content, are written and made durable here. `meanwhile`
-    /// runs while these bytes are being written out. A sync after it costs one flush less on a file system that flushes
-    /// everything at once.
+    /// Turns the workspace into a whole checkpoint that lacks only its final name. `shards`, by file name and length,
+    /// must exist and be durable. The manifest and the other `files`, by name and content, are written and made durable
+    /// here. `meanwhile` runs while these bytes are being written out. A sync after it costs one flush less on a file
+    /// system that flushes everything at once.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,
@@ -242,7 +242,7 @@ impl Workspace {
         Ok(())
     }
 
-    /// Checks that all `files` exist with their lengths: a clean-up may have removed some from the workspace.
+    /// Checks that all `files` exist with their lengths: a clean-up may have removed some of them from the workspace.
     pub(super) fn check_files(&self, files: &[(String, u64)]) -> Result<()> {
         for (file, bytes) in files {
             let path = self.path_of(file);
@@ -260,8 +260,8 @@ impl Workspace {
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        // The manifest is closed first: NFS and FUSE rename an open file instead of removing it, and the directory
-        // would stay.
+        // The manifest is closed first: NFS and FUSE rename an open file instead of removing it, so the directory would
+        // stay.
         let Some(Own { process, .. }) = self.own.take() else { return };
         if process == std::process::id() {
             let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
@@ -288,12 +288,12 @@ fn furnish(
         // This fails if the file system has no locks. Nothing relies on locks there.
         _ => {}
     }
-    // A power cut must not leave shards without the manifest, which shows that they are a workspace.
+    // After a power cut, there must be no shards without a manifest, which marks them as a workspace.
     if !orders_names(directory.as_fd()) {
         retry_on_intr(|| fs::fsync(&manifest))?;
     }
     let id = id(&fs::fstat(&directory)?);
-    // A network client trusts its own record of a name that it has just created.
+    // A network client trusts its own cache for a name that it has just created.
     refresh(parent);
     if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
 }

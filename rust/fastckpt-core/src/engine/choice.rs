@@ -5,33 +5,33 @@ use super::io::uring;
 use super::options::{BLOCK_SIZE, Io, Options, SINGLE, STAGING_BUDGET};
 use super::report::{Engine, Fallback, Fell};
 
-/// Threads of the engine with one direct operation in flight per thread: enough to keep a device busy while others
-/// copy.
+/// Threads of an engine that has one direct operation in flight per thread: enough to keep a device busy while some
+/// threads copy.
 const BLOCKING_THREADS: usize = 12;
-/// Threads that go through the page cache. There the processor does the work, and a file takes one writer at a time.
+/// Threads that use the page cache, where the processor does the work and a file allows one writer at a time.
 const BUFFERED_THREADS: usize = 4;
-/// More ring threads than this were never faster: they share the copying, not the submitting.
+/// More ring threads than this were never faster: more threads speed up the copying, not the submission.
 const RING_THREADS: usize = 8;
 
-/// The most workers of an operation.
+/// The maximum number of workers of an operation.
 pub const MOST_THREADS: usize = 256;
-/// The most by default: the staging memory suffices for this many.
+/// The default maximum: the staging memory suffices for this many workers.
 const USUAL_THREADS: usize = (STAGING_BUDGET / BLOCK_SIZE) as usize;
 
-/// The engine for a job, chosen before it runs. [`super::report::Ran`] says what ran in the end.
+/// The engine for a job, chosen before the job runs. [`super::report::Ran`] records what ran in the end.
 #[derive(Debug, Clone)]
 pub struct Choice {
     /// The engine.
     pub engine: Engine,
-    /// Why it is not the requested engine.
+    /// Why the engine is not the requested one.
     pub fallback: Option<Fallback>,
     /// Number of workers.
     pub threads: usize,
 }
 
 impl Choice {
-    /// Chooses the engine and the number of workers for `bytes`. It tests for a ring by opening one in the calling
-    /// thread.
+    /// Chooses the engine and the number of workers for `bytes`. It tests whether a ring is possible by opening one in
+    /// the calling thread.
     #[must_use]
     pub fn new(options: &Options, bytes: u64) -> Self {
         let (engine, fallback) = match options.io {
@@ -66,7 +66,7 @@ impl Choice {
     }
 }
 
-/// The number of workers from the options, or else the engine's own number for these cores.
+/// The number of workers from the options, or else the engine's default for this number of cores.
 pub(super) fn default_threads(engine: Engine, options: &Options) -> usize {
     let usual = || match engine {
         Engine::Uring => options.cores().min(RING_THREADS),

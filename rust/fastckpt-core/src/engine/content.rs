@@ -1,4 +1,4 @@
-//! Where a tensor's bytes come from and where they go: the interfaces for memory that is not plain host memory.
+//! Where a tensor's bytes come from and where they go, including memory that is not plain host memory.
 
 use std::sync::Arc;
 
@@ -8,25 +8,25 @@ use crate::sys::mapping::Stretch;
 use crate::sys::memory::{Bytes, Region, Source};
 use crate::sys::strided::{Rows, Strided};
 
-/// Bytes that a callback copies in one call if a worker's staging memory has room for two calls: one half is filled
-/// while the other half moves. Python's lock is taken once for each call.
+/// The number of bytes that a callback copies in one call, if a worker's staging memory has room for two calls: one
+/// half is filled while the other half moves. Python's GIL is taken once for each call.
 pub const BATCH: usize = 16 << 20;
 
-/// Bytes to fetch: those of number `index` from `start` on.
+/// A request for bytes of the tensor with the number `index`, from `start` on.
 #[derive(Debug)]
 pub struct Pulled<'a> {
-    /// The number that [`Pull`] has.
+    /// The number of the [`Pull`].
     pub index: usize,
     /// The first byte.
     pub start: u64,
-    /// Where they go.
+    /// Where the bytes go.
     pub to: &'a mut [u8],
 }
 
-/// Bytes to hand over: those of number `index` from `start` on.
+/// Bytes to hand over to the destination with the number `index`, from `start` on.
 #[derive(Debug, Clone, Copy)]
 pub struct Pushed<'a> {
-    /// The number that [`Push`] has.
+    /// The number of the [`Push`].
     pub index: usize,
     /// The first byte.
     pub start: u64,
@@ -34,14 +34,14 @@ pub struct Pushed<'a> {
     pub from: &'a [u8],
 }
 
-/// The outcome of a callback; a failure has a text.
+/// The outcome of a callback. A failure has a message.
 pub type Outcome = std::result::Result<(), String>;
-/// Copies bytes to the given memory. Worker threads call it. The memory belongs to it until it returns.
+/// Copies bytes to the given memory. Worker threads call it. It may use the memory until it returns.
 pub type Fill = Arc<dyn Fn(&mut [Pulled<'_>]) -> Outcome + Send + Sync>;
-/// Takes bytes. Worker threads call it. The memory belongs to it until it returns.
+/// Takes bytes. Worker threads call it. It may use the memory until it returns.
 pub type Drain = Arc<dyn Fn(&[Pushed<'_>]) -> Outcome + Send + Sync>;
 
-/// A tensor whose bytes a callback supplies under the number `index`.
+/// A tensor whose bytes a callback supplies. The callback identifies the tensor by `index`.
 #[derive(Clone)]
 pub struct Pull {
     /// The callback. One call serves all tensors that share it.
@@ -50,7 +50,7 @@ pub struct Pull {
     pub index: usize,
 }
 
-/// A destination whose bytes a callback takes under the number `index`.
+/// A destination whose bytes a callback takes. The callback identifies the destination by `index`.
 #[derive(Clone)]
 pub struct Push {
     /// The callback. One call serves all destinations that share it.
@@ -59,7 +59,7 @@ pub struct Push {
     pub index: usize,
 }
 
-/// Fetches bytes of several tensors, each from its given offset on. One call asks a callback for all its bytes.
+/// Fetches bytes of several tensors, each from its offset on. Calls each callback once for all its bytes.
 pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut [u8])>) -> Result<()> {
     let mut calls: Vec<(&Fill, Vec<Pulled<'_>>)> = Vec::new();
     for (Pull { fill, index }, start, to) in wanted {
@@ -72,7 +72,7 @@ pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut
     calls.iter_mut().try_for_each(|(fill, ranges)| fill(ranges)).map_err(Error::Callback)
 }
 
-/// Hands bytes to several destinations, each from its given offset on. One call hands a callback all its bytes.
+/// Hands bytes to several destinations, each from its offset on. Calls each callback once for all its bytes.
 pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u8])>) -> Result<()> {
     let mut calls: Vec<(&Drain, Vec<Pushed<'_>>)> = Vec::new();
     for (Push { drain, index }, start, from) in all {
@@ -93,17 +93,17 @@ impl Push {
     }
 }
 
-/// The same for another part of this crate, whose errors are passed on unchanged.
+/// A callback in another part of this crate. It takes bytes from a start on, and its errors are passed on unchanged.
 pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 
-/// Where a tensor to save lies.
+/// Where the bytes of a tensor to save are.
 #[derive(Clone)]
 pub enum Content {
     /// Contiguous host memory.
     Memory(Source),
-    /// Host memory of this crate, which does not change.
+    /// Memory of this crate that does not change.
     Image(Stretch),
-    /// Elsewhere (another device, strided), requested piece by piece.
+    /// Elsewhere (on a device, or strided): fetched piece by piece.
     Pull(Pull),
 }
 
@@ -113,16 +113,16 @@ pub enum Destination {
     Memory(Region),
     /// Host memory with strides.
     Strided(Strided),
-    /// Elsewhere, handed over piece by piece.
+    /// Elsewhere: handed over piece by piece.
     Push(Push),
-    /// Elsewhere: bytes of a larger array, handed over piece by piece. The rows give their places in the array; the
-    /// number is the first byte of theirs.
+    /// Bytes of a larger array elsewhere, handed over piece by piece. The rows give the places in the array, and the
+    /// number is the byte of the array at which the first row begins.
     Rows(Push, Arc<Rows>, u64),
     /// Handed over to another part of this crate, piece by piece.
     Take(Take),
-    /// Nowhere: the bytes are read where the file is mapped.
+    /// Nowhere: the bytes are used where the file is mapped.
     Mapped(Arc<FileMap>),
-    /// Nowhere: only the checksum is wanted.
+    /// Nowhere: only the checksum is needed.
     Nowhere,
 }
 

@@ -1,12 +1,12 @@
-//! The cores of a rank: those that it may run on, and its share of the cores of its node.
+//! The cores of a rank: the cores that it may run on, and its share of the cores of its node.
 
 use std::fs::read_to_string;
 use std::path::Path;
 
-/// A rank gets this many, if it may run on them, however small its share: ranks rarely copy at the same time, and one
-/// core copies and sums no more than some GB/s.
+/// A rank gets this many cores if it may run on them, however small its share is: ranks rarely copy at the same time,
+/// and one core copies and sums only a few GB/s.
 const LEAST: usize = 4;
-/// The unit below: thousandths of a core, as a quota may have a fraction.
+/// The unit of the numbers below: thousandths of a core, because a quota may have a fraction.
 const CORE: u64 = 1000;
 
 /// The cores of one of `ranks` processes on this node; `ranks` is 0 if unknown. The query costs 0.1 ms.
@@ -15,9 +15,9 @@ pub(super) fn of(ranks: usize) -> usize {
     share(Path::new("/"), own, ranks.max(1))
 }
 
-/// At most `own`, those that the affinity of the process allows. An affinity may be the rank's own (`torchrun
-/// --numa-binding`, `srun --cpus-per-task`), so it is not divided. The processors online and the sets and quotas of
-/// control groups are, as all ranks share them. A part of a core counts as one: a worker waits more than it computes.
+/// At most `own`, the cores that the process's affinity allows. An affinity may be the rank's own (`torchrun
+/// --numa-binding`, `srun --cpus-per-task`), so it is not divided. All ranks share the online processors and the
+/// control groups, so these are divided. A part of a core counts as one: a worker waits more than it computes.
 fn share(root: &Path, own: usize, ranks: usize) -> usize {
     let groups = read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as u64 * CORE);
@@ -26,7 +26,7 @@ fn share(root: &Path, own: usize, ranks: usize) -> usize {
     own.min(cores).min((cores / ranks).max(LEAST)).max(1)
 }
 
-/// What the control groups of one line of `/proc/self/cgroup` allow, from the process's own to the root's (cgroups(7)).
+/// What the control groups of a line of `/proc/self/cgroup` allow, from the process's group to the root (cgroups(7)).
 fn together(base: &Path, line: &str) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, name) = (fields.next()?, fields.next()?);
@@ -49,13 +49,13 @@ fn together(base: &Path, line: &str) -> Option<u64> {
     limits.reduce(u64::min)
 }
 
-/// A quota, unless there is none (`max`, -1).
+/// A quota; `None` if there is no quota (`max`, -1).
 fn ratio(quota: &str, period: &str) -> Option<u64> {
     let [quota, period] = [quota, period].map(|text| text.trim().parse::<u64>().ok());
     quota?.checked_mul(CORE)?.checked_div(period?)
 }
 
-/// The length of a list of processors such as `0-3,8`.
+/// The number of processors in a list such as `0-3,8`, in thousandths of a core.
 fn count(directory: &Path, file: &str) -> Option<u64> {
     let text = read_to_string(directory.join(file)).ok()?;
     let range = |range: &str| {
@@ -72,7 +72,7 @@ mod tests {
 
     use super::*;
 
-    /// Cores of one of `ranks` that may run on `own`, on a machine that has these files.
+    /// The cores of one of `ranks` ranks that may run on `own` cores, on a machine with these files.
     fn cores(files: &[(&str, &str)], own: usize, ranks: usize) -> usize {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -86,15 +86,15 @@ mod tests {
     #[test]
     fn an_affinity_of_its_own_is_not_divided_and_what_the_node_has_is() {
         let online = ("sys/devices/system/cpu/online", "0-55,64-119\n");
-        assert_eq!(cores(&[online], 14, 8), 14, "bound to these cores");
-        assert_eq!(cores(&[online], 112, 8), 14, "bound to none");
+        assert_eq!(cores(&[online], 14, 8), 14, "the rank is bound to these cores");
+        assert_eq!(cores(&[online], 112, 8), 14, "the rank is not bound");
         assert_eq!(cores(&[online], 7, 8), 7);
-        assert_eq!(cores(&[], 112, 8), 14, "unknown which are online");
+        assert_eq!(cores(&[], 112, 8), 14, "the online processors are unknown");
         assert_eq!(cores(&[("sys/devices/system/cpu/online", "0-13")], 14, 8), LEAST);
         assert_eq!(
             cores(&[("sys/devices/system/cpu/online", "0,1")], 2, 8),
             2,
-            "never more than it may run on"
+            "a rank never gets more cores than it may run on"
         );
     }
 

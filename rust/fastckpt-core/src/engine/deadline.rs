@@ -1,9 +1,9 @@
-//! Saves that end although storage never answers.
+//! Saves that end even if the storage never responds.
 //!
-//! A call that storage does not answer cannot be ended: its thread stays in the kernel, which may still read the memory
-//! and write to the file. So the whole save runs in a separate thread that owns all it needs: memory, files, locks. The
-//! caller waits for it, and abandons it once its calls hang (see [`crate::sys::calls`]). If storage answers after all,
-//! the save finds at its next sign of life that no caller waits for it, and removes its files.
+//! A call that the storage does not complete cannot be ended: its thread stays in the kernel, which may still read the
+//! memory and write to the file. So the whole save runs in a separate thread that owns all it needs: memory, files,
+//! locks. The caller waits for it, and abandons it once its calls hang (see [`crate::sys::calls`]). If the storage
+//! responds later, the save finds at its next sign of life that no caller waits for it, and removes its files.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -17,23 +17,23 @@ use crate::sys::calls::{Calls, Hanging};
 use crate::sys::thread::builder;
 use crate::telemetry;
 
-/// The saves that were given up: the directory of each checkpoint, the process, and the save's calls, which exist as
-/// long as one of its threads does.
+/// The abandoned saves: the directory of each checkpoint, the process, and the save's calls, which exist as long as one
+/// of its threads exists.
 static GIVEN_UP: Mutex<Vec<(PathBuf, u32, Weak<Calls>)>> = Mutex::new(Vec::new());
 
-/// How long no call ends before the monitor reports it: storage that is only busy answers earlier.
+/// The monitor reports a call once no call has ended for this long. Storage that is only busy responds earlier.
 const NOTABLE: Duration = Duration::from_secs(10);
 
 /// What a job sends to its caller.
 enum Word<T> {
-    /// A sign of life, which needs an answer.
+    /// The progress of the job. The caller must answer it.
     Done(u64, u64),
-    /// The end.
+    /// The end of the job.
     End(Result<T>),
 }
 
-/// Runs `job`, a step of a save to `path`. With a `deadline` it fails once a call to storage has not ended, and none of
-/// the others has, for as long. Then the job is abandoned, so it must own all that it uses; see also [`refuse`].
+/// Runs `job`, a step of a save to `path`. With a `deadline`, it fails once a call to the storage has lasted that long
+/// and no other has ended meanwhile. Then the job is abandoned, so it must own all it uses. See also [`refuse`].
 pub fn within<T: Send + 'static>(
     deadline: Option<Duration>,
     path: &Path,
@@ -77,7 +77,7 @@ pub fn within<T: Send + 'static>(
     })
 }
 
-/// Waits for a job: its outcome, or the call that hangs. Reports a call that lasts a `notable` time.
+/// Waits for a job, and returns its outcome or the call that hangs. Reports a call that lasts a `notable` time.
 fn wait<T>(
     (heard, answers): (&Receiver<Word<T>>, &Sender<bool>),
     calls: &Calls,
@@ -98,7 +98,7 @@ fn wait<T>(
             Err(RecvTimeoutError::Disconnected) => return Ok(Err(Error::Interrupted)),
         }
         let hanging = calls.hanging(deadline.min(notable));
-        // What is written may take its time to become durable.
+        // Data that is written may take longer to become durable.
         let most = hanging.as_ref().map(|hanging| notable * if hanging.operation == "sync" { 6 } else { 1 });
         if told != hanging.as_ref().zip(most).is_some_and(|(hanging, most)| hanging.quiet >= most) {
             say(&hanging.as_ref().map_or("the storage answers again".to_owned(), text));
@@ -110,7 +110,7 @@ fn wait<T>(
     }
 }
 
-/// What the monitor shows (`docs/telemetry.md`, 5.2).
+/// The text that the monitor shows (`docs/telemetry.md`, 5.2).
 fn text(Hanging { operation, path, since, .. }: &Hanging) -> String {
     let began = SystemTime::now() - *since;
     let day = began.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() % 86_400);
@@ -124,10 +124,10 @@ pub fn given_up<T>(outcome: &Result<T>) -> bool {
     matches!(outcome, Err(Error::Hangs { end: Given::Up | Given::UpAtTheEnd, .. }))
 }
 
-/// For a save to `path` that begins: with a deadline, it fails at once if an abandoned save to the same directory has
-/// calls that still hang.
+/// Checks whether a save to `path` may begin. With a deadline, it fails at once if an abandoned save to the same
+/// directory has calls that still hang.
 pub fn refuse(deadline: Option<Duration>, path: &Path) -> Result<()> {
-    // Another thread may have had the lock when this process was forked.
+    // Another thread may have held the lock when this process was forked.
     let Ok(mut all) = GIVEN_UP.try_lock() else { return Ok(()) };
     all.retain(|(_, process, calls)| *process == std::process::id() && calls.strong_count() > 0);
     let mut here = all.iter().filter(|(at, ..)| deadline.is_some() && Some(&**at) == path.parent());
@@ -159,7 +159,7 @@ mod tests {
                 done < 2
             };
             let job = |progress: Progress<'_>| Ok((1..4).map(|done| progress(done, 3)).collect::<Vec<_>>());
-            // Nothing that it does is a call to storage, whatever it takes.
+            // None of this is a call to the storage, however long it takes.
             assert_eq!(
                 within(deadline, Path::new("/c/d"), &mut progress, job).unwrap(),
                 [true, false, false]

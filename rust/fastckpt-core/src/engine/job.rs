@@ -19,7 +19,7 @@ pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 /// Hands out a staging buffer of at least the given number of bytes.
 pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
 
-/// A new staging buffer, or one that an earlier operation left.
+/// A staging buffer: a new one, or one that an earlier operation left.
 pub fn new_staging(len: usize) -> Result<Slab> {
     slabs::take(len).map_err(Error::io("map staging", "memory".as_ref()))
 }
@@ -27,20 +27,20 @@ pub fn new_staging(len: usize) -> Result<Slab> {
 /// How a block starts.
 #[derive(Debug)]
 pub enum Start {
-    /// It goes to the backend.
+    /// The block goes to the backend.
     Now(Transfer),
-    /// It has to wait, and is asked for again.
+    /// The block has to wait. The worker asks for it again.
     Later(State),
 }
 
-/// What follows for a block that moved.
+/// What follows after a block has moved.
 #[derive(Debug)]
 pub enum Next {
-    /// It is done.
+    /// The block is done.
     Done,
-    /// Another transfer of it must follow.
+    /// The block needs another transfer.
     Again(Transfer),
-    /// Callbacks need bytes of the block: it is kept for [`Job::hand_over`].
+    /// Callbacks need bytes of the block, so it is kept for [`Job::hand_over`].
     Hold,
 }
 
@@ -49,18 +49,18 @@ pub trait Job: Sync {
     /// Whether blocks go to the disk or come from it.
     const WRITE: bool;
 
-    /// Whether blocks may wait for other processes. If so, the calling thread runs none: it keeps reporting progress.
+    /// Whether blocks may wait for other processes. If so, the calling thread moves none: it keeps reporting progress.
     fn waits(&self) -> bool {
         false
     }
 
-    /// Whether blocks come from a store. Its client brings the memory, and the calling thread runs none: it keeps
-    /// reporting progress.
+    /// Whether blocks come from a store. If so, the store's client supplies the memory, and the calling thread moves no
+    /// blocks and keeps reporting progress.
     fn is_stored(&self) -> bool {
         false
     }
 
-    /// Ends all waits for other processes. Called after a failure that is already recorded as the operation's.
+    /// Ends all waits for other processes. Called after a failure that is already recorded as the operation's failure.
     fn stop(&self) {}
 
     /// Number of blocks.
@@ -78,17 +78,17 @@ pub trait Job: Sync {
     /// Bytes of the largest staging buffer that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Whether callbacks bring or take bytes of any block. They are called for many blocks at once.
+    /// Whether callbacks supply or take bytes of any block. One call serves many blocks.
     fn calls(&self) -> bool {
         false
     }
 
-    /// Bytes of staging memory that a block takes, in whole pages, if callbacks supply any of its bytes.
+    /// Bytes of staging memory that a block needs, in whole pages, if callbacks supply any of its bytes.
     fn fetched(&self, _block: usize) -> Option<usize> {
         None
     }
 
-    /// Has callbacks supply their bytes of `blocks`, each in its [`Job::fetched`] bytes of `memory`. Returns these.
+    /// Makes callbacks supply their bytes of `blocks`, each in its [`Job::fetched`] part of `memory`. Returns these.
     fn fetch(&self, _blocks: Range<usize>, _memory: Dealt) -> Result<Vec<Dealt>> {
         Ok(Vec::new())
     }
@@ -97,10 +97,10 @@ pub trait Job: Sync {
     /// until another file is closed.
     fn start(&self, block: usize, fetched: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Start>;
 
-    /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters.
+    /// Takes a block after it has moved or failed to move, and adds its bytes to the worker's counters.
     fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next>;
 
-    /// Has callbacks take the bytes of blocks that were kept for it. Returns the number of bytes copied for that.
+    /// Hands the bytes of kept blocks to callbacks. Returns the number of bytes copied for that.
     fn hand_over(&self, _held: &[Transfer]) -> Result<u64> {
         Ok(0)
     }

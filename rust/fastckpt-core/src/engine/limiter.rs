@@ -3,21 +3,21 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How much unused time is made up for. The time in which a worker copies and writes must not add to its waiting time.
-/// More slack would cause a burst after each stall.
+/// How much unused time is made up for. With this slack, the time in which a worker copies and writes does not add to
+/// its waiting time. More slack would cause a burst after each stall.
 const SLACK: Duration = Duration::from_millis(200);
 
-/// Hands out time, block by block. A block is paid for before it moves, so the last one is paid for too.
+/// Hands out time, block by block. A block is booked before it moves, so the last block is counted, too.
 #[derive(Debug)]
 pub struct Limiter {
     begin: Instant,
     bytes_per_second: u64,
-    /// When everything handed out so far is paid for, in nanoseconds after `begin`.
+    /// When the time for everything booked so far ends, in nanoseconds after `begin`.
     paid: AtomicU64,
 }
 
 impl Limiter {
-    /// Paces to `bytes_per_second`, at least one.
+    /// Limits the rate to `bytes_per_second`, at least 1.
     #[must_use]
     pub fn new(bytes_per_second: u64) -> Self {
         Self { begin: Instant::now(), bytes_per_second: bytes_per_second.max(1), paid: AtomicU64::new(0) }
@@ -34,7 +34,7 @@ impl Limiter {
         let cost = u64::try_from(cost).unwrap_or(u64::MAX);
         let earliest = now.saturating_sub(SLACK.as_nanos() as u64);
         let until = |paid: u64| paid.max(earliest).saturating_add(cost);
-        // Relaxed: only the value is shared.
+        // `Relaxed` is enough: only the value is shared.
         let before = self.paid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid| Some(until(paid)));
         Duration::from_nanos(until(before.unwrap_or_else(|paid| paid)).saturating_sub(now))
     }
@@ -59,7 +59,7 @@ mod tests {
         let limiter = Limiter::new(1000);
         let at = Duration::from_millis;
         assert_eq!(limiter.book_at(100, at(0)), at(100));
-        assert_eq!(limiter.book_at(100, at(150)), at(50), "50 ms late");
-        assert_eq!(limiter.book_at(1000, at(60_000)), at(800), "a minute late");
+        assert_eq!(limiter.book_at(100, at(150)), at(50), "the call comes 50 ms late");
+        assert_eq!(limiter.book_at(1000, at(60_000)), at(800), "the call comes a minute late");
     }
 }

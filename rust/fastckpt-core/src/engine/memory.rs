@@ -1,4 +1,4 @@
-//! Memory that operations use one after another, because fresh memory is slower than a disk.
+//! Memory that operations use one after another, because writing to fresh memory is slower than a disk.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -12,7 +12,7 @@ use crate::sys::mapping::Mapping;
 pub struct Memory {
     address: usize,
     size: usize,
-    /// `None` while a snapshot has it, and after it is closed.
+    /// `None` while a snapshot or an operation uses it, and after it is closed.
     mapping: Mutex<Option<Arc<Mapping>>>,
 }
 
@@ -25,19 +25,19 @@ impl Memory {
         Ok(Self { address, size, mapping: Mutex::new(Some(Arc::new(mapping))) })
     }
 
-    /// The address of its first byte.
+    /// The address of the first byte.
     #[must_use]
     pub const fn address(&self) -> usize {
         self.address
     }
 
-    /// Its size in bytes.
+    /// The size in bytes.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// Whether a snapshot or an operation uses it, or it is closed.
+    /// Whether a snapshot or an operation uses the memory, or whether it is closed.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         self.mapping.lock().unwrap_or_else(PoisonError::into_inner).is_none()
@@ -49,13 +49,13 @@ impl Memory {
         mapping.ok_or(Error::Misused("the memory is closed or in use"))
     }
 
-    /// Takes back what [`Self::take`] gave.
+    /// Takes back the memory that [`Self::take`] returned.
     pub(crate) fn give(&self, mapping: Arc<Mapping>) -> Result<()> {
         *lock(&self.mapping, "the memory is in use")? = Some(mapping);
         Ok(())
     }
 
-    /// Unmaps it, unless a snapshot or an operation uses it. Once that ends, the memory can be used and closed again.
+    /// Unmaps it, unless a snapshot or an operation uses it. After that use, the memory can be used and closed again.
     pub fn close(&self) -> Result<()> {
         let mapping = lock(&self.mapping, "the memory is in use")?.take();
         drop(mapping);
@@ -63,7 +63,7 @@ impl Memory {
     }
 }
 
-/// Memory for the staging buffers of an operation, until this is dropped.
+/// Memory lent to the staging buffers of an operation, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Lent {
     memory: Arc<Memory>,
@@ -71,7 +71,7 @@ pub(super) struct Lent {
 }
 
 impl Lent {
-    /// Takes the memory, which nothing else may use.
+    /// Takes the memory. Fails if anything else uses it.
     pub(super) fn new(memory: &Arc<Memory>) -> Result<Self> {
         let dealer = Dealer::new(memory.take()?).map_err(|mapping| {
             let _ = memory.give(mapping);
@@ -82,7 +82,7 @@ impl Lent {
         Ok(Self { memory: Arc::clone(memory), dealer: Some(dealer) })
     }
 
-    /// Its size in bytes.
+    /// The size in bytes.
     pub(super) fn size(&self) -> usize {
         self.memory.size()
     }
@@ -101,8 +101,8 @@ impl Drop for Lent {
     }
 }
 
-/// Locks, or refuses with `busy`. To wait here for a thread that may need something from the caller would be a
-/// deadlock.
+/// Locks the mutex, or fails with `busy`. Waiting could be a deadlock: the thread that holds the lock may need
+/// something from the caller.
 pub(crate) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
     match mutex.try_lock() {
         Ok(guard) => Ok(guard),

@@ -15,28 +15,28 @@ use crate::telemetry::{Begun, Call, Kind, Operation};
 
 pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
 
-/// Operations that a ring keeps in flight, as far as staging buffers allow. Zero-copy operations need none.
+/// Operations that a ring keeps in flight, as far as staging buffers allow. Zero-copy operations need no buffers.
 pub const QUEUE_DEPTH: usize = 32;
 /// The largest queue depth that a caller can request.
 pub const MOST_DEPTH: usize = 32;
-/// Bytes of staging buffers in one save, all workers together, unless the call says otherwise.
+/// The maximum number of bytes of staging buffers in one save, in all workers together, unless the caller sets it.
 pub const STAGING_BUDGET: u64 = 96 << 20;
-/// The same in one load, which needs most of its memory for the loaded tensors.
+/// The same limit for one load, which needs most of its memory for the loaded tensors.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
 /// The requested engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
-    /// The best that works: `Uring`, else `Threads`; buffered where direct I/O is refused.
+    /// The best engine that works: `Uring`, else `Threads`. Buffered if direct I/O is refused.
     #[default]
     Auto,
     /// `io_uring` with direct I/O.
     Uring,
     /// Blocking calls with direct I/O, one per thread in several threads.
     Threads,
-    /// Direct I/O or nothing: `io_uring`, else blocking calls. An error if direct I/O is refused.
+    /// Direct I/O or an error: `io_uring`, else blocking calls.
     Direct,
-    /// Through the page cache.
+    /// I/O through the page cache.
     Buffered,
 }
 
@@ -72,9 +72,9 @@ impl Io {
 /// The processes of one job on one node, as torchrun describes them.
 #[derive(Debug, Clone, Default)]
 pub struct Ranks {
-    /// How many there are; 0 if unknown.
+    /// The number of processes; 0 if unknown.
     pub local: usize,
-    /// The numbers of this process: among all ranks, and on its node.
+    /// The numbers of this process among all ranks and on its node.
     pub own: Vec<u64>,
 }
 
@@ -98,7 +98,7 @@ impl Ranks {
 
     fn is_named_in(&self, name: &str) -> bool {
         name.match_indices("rank").any(|(at, word)| {
-            // Not in `frank3`, which may be a user's name.
+            // Ignores `frank3`, which may be a user's name.
             if name[..at].ends_with(|c: char| c.is_ascii_alphabetic()) {
                 return false;
             }
@@ -114,31 +114,31 @@ impl Ranks {
 pub struct Options {
     /// The requested engine.
     pub io: Io,
-    /// Worker threads. By default, the engine's own number for these cores.
+    /// The number of worker threads. By default, it depends on the engine and the number of cores.
     pub threads: Option<usize>,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
-    /// Niceness of the worker threads, 0 to 19, which the kernel grants (`sys::nice::probe`). `None` keeps that of the
-    /// process.
+    /// Niceness of the worker threads, 0 to 19. The caller has checked that the kernel allows it (`sys::nice::probe`).
+    /// `None` keeps the niceness of the process.
     pub nice: Option<u8>,
-    /// The data of the call for the live counters.
+    /// The caller's facts about the operation, for the live counters.
     pub call: Call,
-    /// The options of a save that its manifest keeps, as names and texts.
+    /// The options of a save that its manifest records, as names and texts.
     pub kept: Vec<(String, String)>,
-    /// The save that these options are for, if it has begun already.
+    /// The operation of the save, if it has already begun.
     pub begun: Option<Arc<Begun>>,
-    /// Memory for the staging buffers, or `None` for the core's own.
+    /// Memory for the staging buffers; `None` to allocate it in the core.
     pub staging: Option<Arc<Memory>>,
-    /// The most bytes of the core's own, all workers together. By default the budget above, or more for `threads`.
+    /// The most bytes that the core allocates for all workers. By default the budget above, or more for `threads`.
     pub most_staging: Option<u64>,
-    /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
+    /// The block size of a save in bytes, a multiple of a page, for measurements. By default [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
-    /// The most bytes that all workers together have in flight; at least one block each.
+    /// The maximum number of bytes that all workers together have in flight. Each may have at least one block.
     pub in_flight: Option<u64>,
-    /// For measurements: operations that a ring keeps in flight.
+    /// The number of operations that a ring keeps in flight, for measurements.
     pub queue_depth: usize,
-    /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
-    /// through staging buffers. By default, a rule decides (`docs/measurements.md`).
+    /// For measurements: `true` makes everything zero-copy that can be (except in short shards), `false` moves
+    /// everything through staging buffers. By default, a rule decides (`docs/measurements.md`).
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
@@ -195,20 +195,20 @@ impl Options {
         begun.unwrap_or_else(|| Operation::begin(kind, path, self.call, &self.environment))
     }
 
-    /// This process among the ranks of its node.
+    /// The position of this process among the ranks of its node.
     #[must_use]
     pub fn ranks(&self) -> Ranks {
         Ranks::of(&self.environment)
     }
 
-    /// Cores of this process, among the ranks of its node (`LOCAL_WORLD_SIZE`).
+    /// The cores of this process among the ranks of its node (`LOCAL_WORLD_SIZE`).
     #[must_use]
     pub fn cores(&self) -> usize {
         cores::of(self.ranks().local)
     }
 }
 
-/// The number in an environment variable, if the variable is set. An error if it is not a number or not `good`.
+/// The number in an environment variable, if it is set. Fails if it is not a number or not `good`.
 fn setting(environment: &Environment, name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
     let Some(text) = environment.get(name) else { return Ok(None) };
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(good);

@@ -7,12 +7,12 @@ pub enum IoPath {
     ZeroCopy,
     /// Direct I/O through a staging buffer.
     Staged,
-    /// Through the page cache.
+    /// I/O through the page cache.
     Buffered,
 }
 
 impl IoPath {
-    /// All of them, in the order of their numbers.
+    /// All I/O paths, in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::ZeroCopy, Self::Staged, Self::Buffered];
 
     /// The name in reports.
@@ -31,19 +31,19 @@ impl IoPath {
 pub enum Reason {
     /// Zero-copy: nothing prevents it.
     Possible,
-    /// Staged: its tensors are small.
+    /// Staged: the block's tensors are small.
     Small,
     /// Staged: the tensor's address and its offset in the file are not congruent.
     Incongruent,
     /// Staged: a tensor is not contiguous host memory.
     Elsewhere,
-    /// Staged: its memory is in small pages, which a device reads in short pieces.
+    /// Staged: the memory is in small pages, which a device reads in short pieces.
     SmallPages,
-    /// Staged: only the checksum is wanted.
+    /// Staged: only the checksum is needed.
     Checked,
-    /// Staged: a part of it is wanted, or parts of it in several places.
+    /// Staged: only a part of the block is wanted, or parts of it in several places.
     Shares,
-    /// Written again: its memory changed during the write.
+    /// Written again: the block's memory changed during the write.
     Changed,
     /// Staged or buffered, as the caller requested.
     Asked,
@@ -57,12 +57,12 @@ pub enum Reason {
     Stored,
     /// Buffered: this file, or an operation on it, refuses direct I/O.
     Refused,
-    /// Buffered: the block is less than a page, or the rest of it after a short direct operation is.
+    /// Buffered: the block is less than a page, or less than a page is left of it after a short direct operation.
     Remainder,
 }
 
 impl Reason {
-    /// All of them, in the order of their numbers.
+    /// All reasons, in the order of their numbers.
     pub const ALL: [Self; 15] = [
         Self::Possible,
         Self::Small,
@@ -126,7 +126,7 @@ impl Blocks {
         self.0[path as usize].iter().sum()
     }
 
-    /// The nonzero counts, by path and reason in words, as in `staged: small tensors`.
+    /// The nonzero counts, each with its I/O path and reason in words, such as `staged: small tensors`.
     pub fn by_reason(&self) -> impl Iterator<Item = (String, u64)> {
         let pairs = IoPath::ALL.into_iter().flat_map(|path| Reason::ALL.map(|reason| (path, reason)));
         pairs.filter(|&(path, reason)| self.of(path, reason) > 0).map(|(path, reason)| {

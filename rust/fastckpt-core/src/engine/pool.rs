@@ -1,4 +1,4 @@
-//! Threads that share work: how they start and end, and how much of it one takes at a time.
+//! Threads that share work: how they start and end, and how much work one of them takes at a time.
 
 use std::io;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use crate::sys::nice;
 use crate::sys::sync::{AtomicUsize, Mutex, Ordering, current, park_timeout, scope};
 use crate::sys::thread::builder;
 
-/// More threads than this were never faster: they share the memory.
+/// More threads than this were never faster, because they share the memory bandwidth.
 pub(crate) const MOST_THREADS: usize = 8;
-/// Bytes that one call fetches from elsewhere to be summed: in all threads together less than the staging buffers of a
-/// save, of which none is in use yet.
+/// Bytes that one call fetches from elsewhere to compute checksums. All threads together need less memory than the
+/// staging buffers of a save, of which none is in use yet.
 const FETCHED: u64 = 8 << 20;
 
 /// The threads of a pool.
@@ -26,13 +26,13 @@ const FETCHED: u64 = 8 << 20;
 pub(crate) struct Pool {
     /// The name of the threads, before their numbers.
     name: &'static str,
-    /// Their number. If it is 0, the calling thread does the work.
+    /// The number of threads. If it is 0, the calling thread does the work.
     threads: usize,
     niceness: Option<u8>,
 }
 
 impl Pool {
-    /// A pool for work on `bytes` of memory. If these are few, the calling thread does it.
+    /// A pool for work on `bytes` of memory. If this is little memory, the calling thread does the work.
     pub(crate) fn new(name: &'static str, bytes: u64, options: &Options) -> Self {
         let threads = options.threads.unwrap_or_else(|| options.cores()).min(MOST_THREADS);
         Self { name, threads: if bytes < SINGLE { 0 } else { threads }, niceness: options.nice }
@@ -43,7 +43,7 @@ impl Pool {
         Self { name, threads, niceness: None }
     }
 
-    /// The same, but the threads keep the niceness of the calling one.
+    /// The same pool, but its threads keep the niceness of the calling thread.
     pub(crate) const fn as_nice_as_the_caller(self) -> Self {
         Self { niceness: None, ..self }
     }
@@ -79,7 +79,7 @@ impl Pool {
             }
         };
         let all = |_| {
-            let _ = nice::apply(self.niceness); // the caller has probed it
+            let _ = nice::apply(self.niceness); // the caller has checked that the kernel allows it
             while one() {}
         };
         let (started, _) = in_threads(self.name, self.threads.min(count), &all, &mut go_on);
@@ -94,8 +94,8 @@ impl Pool {
     }
 }
 
-/// Calls `work` in `threads` threads, with the number of each, and waits for them. Meanwhile it calls `progress` about ten
-/// times a second. Fewer threads suffice: returns how many started, and an error if not all did.
+/// Calls `work` in `threads` threads, with the number of each, and waits for them. Meanwhile it calls `progress` about
+/// ten times a second. If only some threads start, they suffice. Returns how many started, and an error if not all did.
 pub(super) fn in_threads(
     name: &str,
     threads: usize,
@@ -129,11 +129,11 @@ pub(super) fn in_threads(
     (started, refused)
 }
 
-/// Divides `parts`, which are to be summed, into batches: ranges of numbers. A thread takes one batch at a time. A part
-/// is given by its bytes and by whether callbacks supply them. Also returns the bytes of all.
+/// Divides `parts`, whose checksums are computed, into batches: ranges of numbers. A thread takes one batch at a time.
+/// A part is given by its bytes and by whether callbacks supply them. Also returns the number of bytes of all parts.
 pub(crate) fn batches(parts: impl IntoIterator<Item = (u64, bool)>) -> (Vec<Range<usize>>, u64) {
     let (mut all, mut total) = (Vec::new(), 0);
-    // The batch that is being filled: its first part, its bytes, and whether callbacks supply them.
+    // The current batch: its first part, its bytes, and whether callbacks supply them.
     let (mut begin, mut bytes, mut pulled, mut end) = (0, 0, false, 0);
     for (len, pulls) in parts {
         let most = if pulls { FETCHED } else { BLOCK_SIZE };

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::path::Blocks;
 
-/// The engine that runs, as opposed to the requested one. The numbers are those of `docs/telemetry.md`, 5.3.
+/// The engine that runs, which may differ from the requested one. The numbers are those of `docs/telemetry.md`, 5.3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
     /// `io_uring`, with direct I/O if the file system supports it.
@@ -51,12 +51,12 @@ pub struct Fallback {
     pub fell: u32,
     /// The errno of the first cause.
     pub errno: i32,
-    /// The cause and what helps, in words.
+    /// The cause, and what to do about it.
     pub reason: String,
 }
 
 impl Fallback {
-    /// Adds one more reason to those in `before`, whose errno stays. Without `before`, this is the first one.
+    /// Adds a reason to the reasons in `before`, and keeps its errno. Without `before`, this is the first reason.
     #[must_use]
     pub fn after(before: Option<Self>, fell: Fell, errno: i32, reason: &str) -> Self {
         let fell = fell as u32;
@@ -71,16 +71,16 @@ impl Fallback {
     }
 }
 
-/// What ran: how the workers of one operation moved its blocks.
+/// How the workers of one operation moved its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ran {
     /// The engine.
     pub engine: Engine,
-    /// Why it is not the requested engine.
+    /// Why the engine is not the requested one.
     pub fallback: Option<Fallback>,
     /// Worker threads.
     pub threads: usize,
-    /// Bytes that each of them moved, without padding.
+    /// The number of bytes that each worker moved, without padding.
     pub thread_bytes: Vec<u64>,
     /// Blocks by I/O path and reason.
     pub blocks: Blocks,
@@ -99,7 +99,7 @@ pub struct Report {
     pub seconds: f64,
     /// How the blocks moved.
     pub ran: Ran,
-    /// Anything else that the caller should know, in words.
+    /// Further messages for the caller.
     pub warnings: Vec<String>,
     /// Shards touched.
     pub shards: usize,
@@ -109,10 +109,10 @@ pub struct Report {
     pub linked: Linked,
 }
 
-/// Files of an earlier checkpoint that became files of another one.
+/// Files of an earlier checkpoint that were linked into another one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Linked {
-    /// Their number.
+    /// The number of files.
     pub files: usize,
     /// Bytes of the tensors in them.
     pub bytes: u64,
@@ -129,6 +129,6 @@ pub struct Damage {
     pub len: u64,
     /// The tensor that these bytes belong to, if any.
     pub tensor: Option<String>,
-    /// What was found.
+    /// What is wrong with the bytes.
     pub reason: String,
 }

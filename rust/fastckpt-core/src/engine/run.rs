@@ -59,18 +59,18 @@ pub(super) fn run_on<J: Job>(
     operation: &Operation,
     progress: Progress<'_>,
 ) -> Result<Ran> {
-    // Memory that holds less than one block is of no use.
+    // Lent memory is used only if it holds at least one block.
     let lent = options
         .staging
         .as_ref()
         .filter(|memory| job.calls() && !job.is_stored() && memory.size() >= job.largest());
     let lent = lent.map(Lent::new).transpose()?;
-    // Even a few bytes may be far apart.
+    // A single thread is not enough here: even a few bytes may be in distant places.
     let few = job.blocks() > 1 && choice.threads == 1;
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
     let (threads, staged) = staging(job, threads, options, lent.as_ref())?;
     let queue_depth = match choice.engine {
-        // A worker that waits for the limit cannot reap completions meanwhile.
+        // A worker that waits for the bandwidth limit cannot reap completions meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
         Engine::Uring => options.queue_depth.clamp(1, MOST_DEPTH),
         Engine::Threads | Engine::Buffered => 1,
@@ -82,9 +82,9 @@ pub(super) fn run_on<J: Job>(
     );
     tell::run(operation, choice.engine, choice.fallback.as_ref(), false);
     let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (staged, lent));
-    // One blocking call. A thread would cost more than the call, and there is nothing to report meanwhile (except while
-    // waiting for a limit). A niceness stays with the thread that takes it, and the calling thread goes on to other
-    // work.
+    // A job of one blocking call needs no thread: a thread would cost more than the call, and there is nothing to
+    // report meanwhile (except while waiting for a limit). A niceness stays with the thread that takes it, and the
+    // calling thread has other work to do.
     let inline = job.blocks() <= 1
         && !job.waits()
         && !job.is_stored()
@@ -116,8 +116,8 @@ fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>
     Fallback::after(before, Fell::Workers, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason)
 }
 
-/// How many of `threads` workers get staging memory, and how they use it. If it is too little for the number that the
-/// caller requested, an error gives the bytes needed.
+/// How many of `threads` workers get staging memory, and how they use it. If the memory is too small for the number of
+/// threads that the caller requested, fails with the number of bytes needed.
 fn staging<J: Job>(
     job: &J,
     threads: usize,
@@ -132,7 +132,7 @@ fn staging<J: Job>(
     let (blocks, calls) = (job.blocks(), job.calls());
     let whole = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
     let largest = if calls { job.largest().max(1).next_multiple_of(PAGE as usize) } else { whole };
-    // While callbacks fill one half of a worker's memory, the other half moves.
+    // While callbacks fill one half of a worker's memory, the other half is written or read.
     let each = if calls { 2 * lent.map_or(largest, |_| BATCH.max(largest)) } else { largest };
     let threads = threads.min(blocks).max(1);
     let asked = options.threads.map_or(0, |_| threads.saturating_mul(each));
@@ -164,8 +164,8 @@ fn staging<J: Job>(
     for block in 0..blocks {
         let bytes = job.fetched(block).unwrap_or(0);
         match strides.last_mut() {
-            // A stride is within one file. Behind a block that waits for another file to be closed, a block of that
-            // file would keep it open.
+            // A stride is within one file: if its first block waited for another file to be closed, a block of that
+            // file behind it would keep that file open.
             Some(last)
                 if bytes > 0
                     && last.bytes > 0
@@ -184,7 +184,7 @@ fn staging<J: Job>(
     Ok((threads, Staged { room, largest, batch, buffers, strides: Some(strides) }))
 }
 
-/// What ran. Also informs the monitor.
+/// Sums up what ran, and reports it to the monitor.
 fn conclude(
     moved: Moved,
     (mut engine, mut fallback): (Engine, Option<Fallback>),
@@ -206,7 +206,7 @@ fn conclude(
     ran
 }
 
-/// Starts the workers and waits for them. Returns how many started, and the error if not all did.
+/// Starts the workers and waits for them. Returns how many started, and an error if not all did.
 fn run_threads<J: Job>(
     shared: &Shared<'_, J>,
     options: &Options,
@@ -217,7 +217,7 @@ fn run_threads<J: Job>(
     in_threads("fastckpt", shared.threads, &work, &mut || watch(shared, total, progress))
 }
 
-/// Does the work in the calling thread.
+/// Does the work on the calling thread.
 fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let mut last = Instant::now();
     worker::attempt(shared, 0, None, &mut || {
@@ -231,7 +231,7 @@ fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>
     }
 }
 
-/// What the calling thread does now and then: it reports progress and notices an interrupt.
+/// The calling thread's recurring work: reports progress, and notices an interrupt.
 fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let done = shared.operation.done();
     if J::WRITE && done == total {

@@ -1,4 +1,4 @@
-//! The reports to the monitor about the engine that runs.
+//! Reports to the monitor which engine runs.
 
 use super::path::IoPath;
 use super::report::{Engine, Fallback, Ran};

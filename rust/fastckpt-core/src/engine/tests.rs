@@ -1,4 +1,4 @@
-//! Workers on files in memory.
+//! Tests of workers on files in memory.
 
 use std::io;
 use std::path::Path;
@@ -26,23 +26,23 @@ use crate::telemetry::{self, Kind, Lane};
 
 const PAGES: usize = PAGE as usize;
 const BLOCK: usize = 3 * PAGES;
-/// Four blocks, a page and a bit, so the last block has a tail.
+/// Four blocks, a page and 100 bytes, so that the last block has a tail.
 const BYTES: usize = 4 * BLOCK + PAGES + 100;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8).collect()
 }
 
-/// Moves a file of that pattern, block by block.
+/// Moves a file with that pattern, block by block.
 struct Blocks<const WRITE: bool> {
     bytes: usize,
     file: Arc<OpenFile>,
     strict: bool,
-    /// What was read.
+    /// The bytes that were read.
     read: Mutex<Vec<u8>>,
     /// Whether the first completed block must be moved again.
     again: AtomicBool,
-    /// What the first block waits for.
+    /// The channel that the first block waits for.
     held: Mutex<Option<mpsc::Receiver<()>>>,
 }
 
@@ -137,7 +137,7 @@ fn run<const WRITE: bool>(
     run_with(job, stored, options, faults, progress)
 }
 
-/// The same with these options.
+/// Like [`run`], with these options.
 fn run_with<const WRITE: bool>(
     job: &Blocks<WRITE>,
     stored: &Arc<Mutex<Stored>>,
@@ -156,7 +156,7 @@ fn run_with<const WRITE: bool>(
     let io = if job.strict { Io::Direct } else { Io::Auto };
     let options = Options { io, ..options };
     let threads = options.threads.unwrap_or(1);
-    // The queue depth of a ring, but no ring: `open` makes the backends.
+    // Uses the queue depth of a ring without a ring: `open` makes the backends.
     let choice = Choice { engine: Engine::Uring, fallback: None, threads };
     let kind = if WRITE { Kind::Save } else { Kind::Load };
     let operation = telemetry::Operation::begin(
@@ -207,9 +207,9 @@ fn short_and_interrupted_transfers_go_on_where_they_stopped() {
         }
     }
     let ([written, _], _) = round_trip(BYTES, 2, || Some(FaultPlan::new(0, Fault::Short(512), true)));
-    assert_eq!(written.blocks.of(IoPath::Buffered, Reason::Remainder), 5, "never past a page");
+    assert_eq!(written.blocks.of(IoPath::Buffered, Reason::Remainder), 5, "less than a page was moved");
     let ([written, _], _) = round_trip(BYTES, 2, || Some(FaultPlan::new(0, Fault::Short(PAGES), true)));
-    assert_eq!(written.blocks.on(IoPath::Staged), 5, "a page at a time");
+    assert_eq!(written.blocks.on(IoPath::Staged), 5, "each transfer moves one page");
 }
 
 #[test]
@@ -249,7 +249,7 @@ fn a_file_that_does_not_open_for_direct_io_is_reported_as_buffered() {
     let job = Blocks::<true>::new(BYTES, false);
     let ran = run(&job, &Memory::of(Vec::new()), 2, None, &mut go_on).unwrap();
     assert_eq!((ran.engine, ran.fallback.unwrap().errno), (Engine::Buffered, libc::EINVAL));
-    assert_eq!(ran.copied, BYTES as u64 + 5, "by the kernel, and the job's own");
+    assert_eq!(ran.copied, BYTES as u64 + 5, "copied by the kernel, plus the job's own 5");
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn the_tail_is_an_operation_of_its_own_that_comes_first() {
     let operations = std::mem::take(&mut stored.lock().unwrap().operations);
     assert_eq!(operations, [operation(PAGES, 100, false), operation(0, PAGES, true)]);
     assert_eq!((ran.blocks.on(IoPath::Staged), ran.blocks.on(IoPath::Buffered)), (1, 0));
-    // The tail meets faults, too.
+    // The tail can fail, too.
     let plan = FaultPlan::new(0, Fault::Errno(libc::EIO), false);
     let error = run(&job, &stored, 1, Some(&plan), &mut go_on).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EIO));
@@ -314,7 +314,7 @@ fn what_fails_in_one_worker_ends_them_all() {
 
 #[test]
 fn a_tick_that_says_no_interrupts() {
-    // The first block waits for the first progress.
+    // The first block waits until progress is reported for the first time.
     let (release, held) = mpsc::channel();
     let job = Blocks::<true> { held: Mutex::new(Some(held)), ..Blocks::new(BYTES, true) };
     let mut asked = Vec::new();

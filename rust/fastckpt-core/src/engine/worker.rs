@@ -1,4 +1,4 @@
-//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. Layout is unknown here.
+//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. The layout is unknown here.
 
 use std::collections::VecDeque;
 use std::io;
@@ -47,7 +47,7 @@ pub(super) struct Moved {
 #[derive(Debug, Clone)]
 pub(super) struct Stride {
     pub(super) blocks: Range<usize>,
-    /// Bytes of staging memory that they take together. If it is not 0, callbacks supply bytes of each of them.
+    /// Bytes of staging memory that the blocks need together. If it is not 0, callbacks supply bytes of each block.
     pub(super) bytes: usize,
 }
 
@@ -56,12 +56,12 @@ pub(super) struct Staged {
     /// Bytes that one worker may have in flight, and that one block may need.
     pub(super) room: usize,
     pub(super) largest: usize,
-    /// The most bytes of blocks that are handed over at once.
+    /// The maximum number of bytes of blocks that are handed over at once.
     pub(super) batch: usize,
-    /// Size and number of the buffers into which each worker divides its staging memory; without them, each block has a
-    /// separate mapping.
+    /// The size and number of the buffers into which each worker divides its staging memory. If `None`, each block has
+    /// a separate mapping.
     pub(super) buffers: Option<(usize, usize)>,
-    /// Without them, each block is taken alone.
+    /// The strides that workers take. If `None`, they take one block at a time.
     pub(super) strides: Option<Vec<Stride>>,
 }
 
@@ -72,10 +72,10 @@ pub(super) struct Shared<'a, J> {
     pub(super) operation: &'a Operation,
     pub(super) threads: usize,
     queue_depth: usize,
-    /// The most bytes that one worker has in flight.
+    /// The maximum number of bytes that one worker has in flight.
     most_in_flight: usize,
     staged: Staged,
-    /// The buffers of each worker until it begins, and their memory, if it was lent.
+    /// The buffers of each worker until the worker begins, and the memory of the buffers, if it was lent.
     buffers: Mutex<Vec<Buffers>>,
     _lent: Option<Lent>,
     /// Whether the caller demanded direct I/O.
@@ -88,7 +88,7 @@ pub(super) struct Shared<'a, J> {
 }
 
 impl<'a, J: Job> Shared<'a, J> {
-    /// For `threads` workers with `queue_depth` operations in flight each.
+    /// Creates what `threads` workers share, with `queue_depth` operations in flight each.
     pub(super) fn new(
         job: &'a J,
         open: Open<'a>,
@@ -133,7 +133,7 @@ impl<'a, J: Job> Shared<'a, J> {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// The next blocks, which no other worker takes.
+    /// Takes the next blocks, so that no other worker takes them.
     fn next(&self) -> Option<Stride> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         match &self.staged.strides {
@@ -142,7 +142,7 @@ impl<'a, J: Job> Shared<'a, J> {
         }
     }
 
-    /// What was moved, or the failure, after all workers have ended.
+    /// The result, after all workers have ended: what was moved, or the first failure.
     pub(super) fn outcome(self) -> Result<Moved> {
         lock(&self.failure).take().map_or(Ok(()), Err)?;
         Ok(std::mem::take(&mut *lock(&self.moved)))
@@ -153,14 +153,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The life of worker `number`. Its failure, including a panic, ends all workers. `between` is called between blocks.
+/// Runs worker `number` to its end. A failure, including a panic, ends all workers. Calls `between` between blocks.
 pub(super) fn attempt<J: Job>(
     shared: &Shared<'_, J>,
     number: usize,
     niceness: Option<u8>,
     between: &mut dyn FnMut(),
 ) {
-    // The job's state is not used after a panic: the failure ends the operation.
+    // Unwinding is safe: the failure ends the operation, so the job's state is not used after a panic.
     match catch_unwind(AssertUnwindSafe(|| work(shared, number, niceness, between))) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => shared.fail(error),
@@ -168,14 +168,14 @@ pub(super) fn attempt<J: Job>(
     }
 }
 
-/// The life of one worker.
+/// Runs one worker to its end.
 fn work<J: Job>(
     shared: &Shared<'_, J>,
     number: usize,
     niceness: Option<u8>,
     between: &mut dyn FnMut(),
 ) -> Result<()> {
-    let _ = nice::apply(niceness); // the caller has probed it
+    let _ = nice::apply(niceness); // the caller has checked that the kernel allows it
     let (backend, refused) = (shared.open)();
     let mut worker = Worker {
         shared,
@@ -220,18 +220,18 @@ struct Worker<'a, 'b, J> {
     shared: &'a Shared<'b, J>,
     lane: Lane<'b>,
     backend: Box<dyn Backend>,
-    /// The most operations in flight, and how many there are.
+    /// The maximum number of operations in flight, and how many there are.
     queue_depth: usize,
     in_flight: usize,
     bytes_in_flight: usize,
     /// Bytes of staging buffers in flight.
     staged: usize,
-    /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
+    /// Blocks to start, in order, with the bytes fetched for them. The first block may wait for its bytes, or until a
     /// file can be opened again.
     todo: VecDeque<(usize, Option<Dealt>)>,
-    /// The state of the worker while the first one waits.
+    /// The state of the worker while the first block waits.
     awaits: State,
-    /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
+    /// Bytes of staging memory that these blocks need, until callbacks have supplied their bytes.
     unfetched: usize,
     /// Finished blocks with bytes for callbacks, and the bytes of these blocks.
     held: Vec<Transfer>,
@@ -279,8 +279,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Takes the next blocks, unless some are left to start, and has callbacks supply their bytes. Returns whether one
-    /// can be started.
+    /// Takes the next blocks unless some are left to start, and makes callbacks supply their bytes. Returns whether a
+    /// block can be started.
     fn prepare(&mut self) -> Result<bool> {
         if self.shared.stopped() {
             self.todo.clear();
@@ -301,7 +301,7 @@ impl<J: Job> Worker<'_, '_, J> {
         Ok(fetched.is_some() || self.has_room())
     }
 
-    /// Has callbacks supply their bytes of the blocks to start, if there is memory for all of them.
+    /// Makes callbacks supply their bytes of the blocks to start. Returns `false` if there is not enough free memory.
     fn fetch(&mut self) -> Result<bool> {
         let Self { shared, todo, buffers, lane, .. } = self;
         let (Some(&(first, _)), Some(buffers)) = (todo.front(), buffers) else { return Ok(false) };
@@ -330,8 +330,8 @@ impl<J: Job> Worker<'_, '_, J> {
             }
             slabs::smallest_fit(slabs, len).map_or_else(
                 || {
-                    // The free buffers are too small. They are dropped, so that the worker holds no more than was in
-                    // flight.
+                    // The free buffers are too small. They are dropped, so that the worker holds no more memory than it
+                    // had in flight.
                     slabs.clear();
                     new_staging(len)
                 },
@@ -359,7 +359,7 @@ impl<J: Job> Worker<'_, '_, J> {
     fn pace(&mut self, bytes: usize) {
         let Some(limiter) = &self.shared.limiter else { return };
         let mut left = limiter.book(bytes as u64);
-        // In steps, so that a stop is noticed.
+        // Waits in steps, so that it notices a stop.
         while !left.is_zero() && !self.shared.stopped() {
             let step = left.min(TICK);
             self.lane.during(State::Limit, || thread::sleep(step));
@@ -373,7 +373,7 @@ impl<J: Job> Worker<'_, '_, J> {
         self.in_flight += 1;
         self.bytes_in_flight += transfer.missing();
         let since = transfer.submitted;
-        // Blocking calls end here.
+        // A blocking call completes here.
         let outcome = self.backend.submit(transfer).map_err(backend_failed);
         self.lane.waited(since);
         outcome
@@ -394,8 +394,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Adds the bytes that an operation moved to its block. Returns whether the block is complete. An error is one
-    /// that no retry can fix.
+    /// Adds the bytes that an operation moved to its block. Returns whether the block is complete, or an error that no
+    /// retry can fix.
     fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
         let (direct, missing) = (transfer.is_direct(), transfer.missing());
         match result {
@@ -405,7 +405,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 if moved < missing {
                     self.lane.short();
                 }
-                // A short direct transfer that moved less than a page would repeat forever.
+                // Without this, a direct transfer that moves less than a page would be repeated forever.
                 if direct && moved < missing.min(PAGE as usize) {
                     if self.shared.strict {
                         return Err(nothing_moved::<J>());
@@ -440,7 +440,7 @@ impl<J: Job> Worker<'_, '_, J> {
         }
         let next = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
         self.copied += transfer.copied;
-        // Through the page cache, the kernel copies too.
+        // The kernel copies all bytes that pass through the page cache.
         if transfer.path == IoPath::Buffered && !matches!(transfer.reason, Reason::Mapped | Reason::Stored) {
             self.copied += transfer.done as u64;
         }
@@ -466,7 +466,7 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Has callbacks take their bytes of the held blocks, all in one call.
+    /// Hands the bytes of the held blocks to callbacks, all in one call.
     fn hand_over(&mut self) -> Result<()> {
         let held = std::mem::take(&mut self.held);
         self.held_bytes = 0;

@@ -1,5 +1,5 @@
-//! Checksums (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and combined. CRC-64/NVME guards against
-//! damage. Together with CRC-64/XZ it decides whether a tensor has changed.
+//! Checksums (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and of combined parts. CRC-64/NVME
+//! detects damage. Together with CRC-64/XZ it decides whether a tensor has changed.
 
 use std::ops::BitXor;
 
@@ -9,10 +9,10 @@ use crc_fast::Digest;
 use crate::sys::fold::{Fold, Keys, STEP};
 use crate::sys::memory::Bytes;
 
-/// Bytes copied and summed at a time: few enough to stay in the second-level cache between the two.
+/// Bytes copied and summed at a time: few enough to stay in the second-level cache between the copy and the sum.
 pub const PASS: usize = 128 << 10;
 
-/// Fewer bytes are summed sooner one sum after the other than by folds.
+/// For fewer bytes, two separate sums are faster than folds.
 const FEW: usize = 16 << 10;
 
 /// The CRC of `bytes`.
@@ -29,8 +29,8 @@ pub fn of_memory(memory: Bytes<'_>) -> u64 {
     digest.finalize()
 }
 
-/// A CRC with a polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... following bytes multiply it: x to the
-/// power of 8, 16, 32, 64, ... As in a CRC, the highest bit is the coefficient of x^0.
+/// A CRC with a polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... further bytes multiply it: x to the
+/// power of 8, 16, 32, 64, ... As usual for a CRC, the highest bit is the coefficient of x^0.
 struct Field {
     algorithm: CrcAlgorithm,
     polynomial: u64,
@@ -89,14 +89,14 @@ static XZ: Field = Field::new(Crc64Xz, 0xC96C_5795_D787_0F42);
 
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
-/// The crate that computes CRCs can do this too, by squaring matrices, in tens of microseconds per call. With several
+/// The crate that computes CRCs can do this, too, by squaring matrices, in tens of microseconds per call. With several
 /// calls per block, that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
 #[must_use]
 pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
     NVME.combine(first, second, second_len)
 }
 
-/// The same for CRC-64/XZ.
+/// The CRC-64/XZ of data with the CRC-64/XZ `first`, followed by `second_len` bytes with the CRC-64/XZ `second`.
 #[must_use]
 pub fn combine_xz(first: u64, second: u64, second_len: u64) -> u64 {
     XZ.combine(first, second, second_len)
@@ -108,8 +108,8 @@ pub fn append(first: u64, second: &[u8]) -> u64 {
     combine(first, of(second), second.len() as u64)
 }
 
-/// CRC-64/NVME and CRC-64/XZ of the same bytes. Their polynomials have no common factor, so the two are one CRC of 128
-/// bits.
+/// CRC-64/NVME and CRC-64/XZ of the same bytes. Their polynomials have no common factor, so both together are a CRC of
+/// 128 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     /// CRC-64/NVME.
@@ -119,7 +119,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Those of `bytes`.
+    /// The two checksums of `bytes`.
     #[must_use]
     pub fn of(bytes: &[u8]) -> Self {
         if bytes.len() < FEW {
@@ -155,7 +155,7 @@ impl Pair {
     /// The sums of `len` zeros.
     #[must_use]
     pub fn zeros(len: u64) -> Self {
-        // Both begin with, and end by the inversion of, a remainder of ones.
+        // Both CRCs begin with a remainder of ones, and end by inverting the remainder.
         Self { crc: u64::MAX, xz: u64::MAX }.then(Self { crc: u64::MAX, xz: u64::MAX }, len)
     }
 }
@@ -166,8 +166,8 @@ impl From<[u64; 2]> for Pair {
     }
 }
 
-/// For two stretches of the same length, the sums of their bytes, xored: except for the sums of zeros, which must be
-/// xored in, too.
+/// For two ranges of the same length: the xor of their checksums. It is the checksum of the xor of their bytes once the
+/// checksum of zeros is xored in, too.
 impl BitXor for Pair {
     type Output = Self;
 
@@ -176,14 +176,14 @@ impl BitXor for Pair {
     }
 }
 
-/// Parts of memory that are read one after another, each small enough to stay in cache while it is summed.
+/// Parts of memory, one after another, each small enough to stay in cache while its checksum is computed.
 pub(crate) fn passes(memory: Bytes<'_>) -> impl Iterator<Item = Bytes<'_>> {
     let part = move |at| memory.part(at, PASS.min(memory.len() - at));
     (0..memory.len()).step_by(PASS).filter_map(part)
 }
 
-/// The CRCs `of` these fields of `from`, which is copied to `to`, if there is one: in one pass over the registers, if the
-/// processor has leave to `fold`, else in passes over what is in cache.
+/// The CRCs `of` these fields of `from`, which is copied to `to` if that is given: in one pass over the registers if
+/// the processor can `fold`, else in passes over parts that are in cache.
 fn take<const N: usize>(
     fold: Option<Fold>,
     from: Bytes<'_>,
@@ -212,7 +212,7 @@ fn take<const N: usize>(
     digests.map(|digest| digest.finalize())
 }
 
-/// The CRC of a buffer that is filled from its first byte on. Existing bytes are summed while they are in cache.
+/// The CRC of a buffer that is filled from its first byte on. Filled parts are summed while they are in cache.
 pub struct Filled {
     digest: Digest,
     summed: usize,
@@ -225,7 +225,7 @@ impl Default for Filled {
 }
 
 impl Filled {
-    /// The buffer is filled up to the end of `bytes`, which begin with it, and those do not change any more.
+    /// Records that the buffer is filled up to the end of `bytes`, its first bytes, which must not change any more.
     pub fn reached(&mut self, bytes: &[u8]) {
         if bytes.len() - self.summed >= PASS {
             self.sum(bytes);
@@ -258,10 +258,9 @@ pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     crc
 }
 
-/// Lets `pull` fill `to` part by part, given the start of each part, and has each part summed while it is in cache.
+/// Calls `pull` to fill `to` part by part, given the start of each part, and `sum` on each part while it is in cache.
 ///
-/// The source is read once. If it changes meanwhile, that decides which bytes are written, but not whether their sum is
-/// right.
+/// The source is read once. If it changes meanwhile, this affects which bytes are written, but their checksum is right.
 fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnMut(&[u8])) {
     for (index, part) in to.chunks_mut(PASS).enumerate() {
         pull(part, index * PASS);
@@ -269,12 +268,12 @@ fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnM
     }
 }
 
-/// The finding that bytes with the CRC `found` should have the CRC `wanted`.
+/// The message that bytes have the CRC `found` instead of `wanted`.
 pub(crate) fn differs(found: u64, wanted: u64) -> String {
     format!("checksum is {}, expected {}", to_hex(found), to_hex(wanted))
 }
 
-/// Digits of a CRC in the manifest.
+/// The number of digits of a CRC in the manifest.
 pub const HEX: usize = 16;
 
 /// Formats a CRC as sixteen lower-case hexadecimal digits.
@@ -283,7 +282,7 @@ pub fn to_hex(crc: u64) -> String {
     format!("{crc:016x}")
 }
 
-/// The CRC given by sixteen lower-case hexadecimal digits.
+/// Parses sixteen lower-case hexadecimal digits as a CRC.
 #[must_use]
 pub fn from_hex(digits: &[u8]) -> Option<u64> {
     let lower = digits.iter().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
@@ -306,7 +305,7 @@ mod tests {
 
     #[test]
     fn the_two_polynomials_have_no_common_factor() {
-        // The highest bit of a field's polynomial is x^0, and x^64 is not in it.
+        // The highest bit of a field's polynomial is x^0. The term x^64 is not in it.
         let whole = |field: &Field| 1 << 64 | u128::from(field.polynomial.reverse_bits());
         let (mut a, mut b) = (whole(&NVME), whole(&XZ));
         while b != 0 {
@@ -338,11 +337,11 @@ mod tests {
             assert_eq!((pair.crc, pair.xz), (of(&bytes), xz));
             let mut filled = Filled::default();
             (0..=split).step_by(4099).for_each(|end| filled.reached(&bytes[..end]));
-            assert_eq!(filled.all(&bytes), of(&bytes), "told up to {split}");
+            assert_eq!(filled.all(&bytes), of(&bytes), "reported up to {split}");
         }
     }
 
-    /// Bytes that look drawn.
+    /// Bytes that look random.
     fn drawn(len: usize) -> Vec<u8> {
         (0..len as u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 19) as u8).collect()
     }
@@ -354,7 +353,7 @@ mod tests {
         !bytes.iter().fold(u64::MAX, step)
     }
 
-    /// The ways of this processor: it may have no leave to fold.
+    /// The two ways of computing: without folding, and with it if the processor supports it.
     fn ways() -> impl Iterator<Item = Option<Fold>> {
         [None, Fold::new()].into_iter()
     }
@@ -444,7 +443,7 @@ mod tests {
             let mut digest = Digest::new(Crc64Nvme);
             let pull = |part: &mut [u8], at: usize| {
                 part.copy_from_slice(&source[at..at + part.len()]);
-                source.fill(2 + (at / PASS) as u8); // as another thread may, once it is copied
+                source.fill(2 + (at / PASS) as u8); // as another thread may do after the part is copied
             };
             fill(&mut to, pull, |part| digest.update(part));
             assert_eq!(digest.finalize(), of(&to));

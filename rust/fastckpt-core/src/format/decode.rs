@@ -1,4 +1,4 @@
-//! Reads a manifest without trusting it: version, checksum, JSON, and the rules beyond its types (`docs/format.md`, 3).
+//! Reads a manifest without trusting it: version, checksum, JSON, and further rules (`docs/format.md`, 3).
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -20,7 +20,7 @@ use crate::format::limits::{MAX_BLOCK, MAX_HEADER, MAX_SHARDS};
 use crate::format::manifest::{Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
-/// Reads and checks the bytes of a manifest, which are dropped before the check. `path` is for messages.
+/// Reads and checks the bytes of a manifest. They are dropped before the check. `path` is for messages.
 pub fn decode(bytes: Cow<'_, [u8]>, path: &Path) -> Result<Body> {
     let body = parse(&bytes, path)?;
     drop(bytes);
@@ -85,28 +85,28 @@ fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T> {
         }
         Some(_) => {}
     }
-    // The prefix opened the object, and to the parser its members are two that are unknown.
+    // The prefix contains the opening brace of the object. The parser ignores the two members of the prefix as unknown.
     let text = std::str::from_utf8(bytes).map_err(|error| corrupt(error.to_string()))?;
     let mut json = Deserializer::from_str(text);
     let parsed = T::deserialize(Frugal(&mut json)).and_then(|parsed| json.end().map(|()| parsed));
     parsed.map_err(|error| corrupt(error.to_string()))
 }
 
-/// The remedy for a newer checkpoint.
+/// What to do about a newer checkpoint.
 const UPGRADE: &str = "upgrade the package fastckpt-io";
-/// The error for a manifest that begins with its writer.
+/// The error for a manifest whose first member is its writer.
 const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
     model: load it with the fastckpt that wrote it";
 
-/// The first member of the body, the reader version that it needs; nothing without that member.
+/// The reader version that the first member of the body requires; `None` if there is no such member.
 fn min_reader(body: &[u8]) -> Option<u64> {
     let rest = body.strip_prefix(MIN_READER)?;
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    // Anything but a number is refused when it is parsed.
+    // If the value is not a number, the parser refuses it later.
     Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()).unwrap_or(0))
 }
 
-/// Refuses a manifest that no save writes, and names the reason.
+/// Refuses a manifest that no save could have written, and returns the reason.
 pub fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
     if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {
@@ -150,7 +150,7 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Checks whether all tensors have different names. Hashes of names take less memory than a set of them.
+/// Checks that all tensors have different names. Hashes of names take less memory than a set of names.
 fn check_names(tensors: &[TensorEntry]) -> std::result::Result<(), String> {
     let (hasher, name) = (RandomState::new(), |index: usize| tensors[index].name());
     let mut order: Vec<_> = (0..tensors.len()).map(|index| (hasher.hash_one(name(index)), index)).collect();
@@ -162,7 +162,7 @@ fn check_names(tensors: &[TensorEntry]) -> std::result::Result<(), String> {
     wrong.map_or(Ok(()), |(index, why)| Err(format!("tensor name `{}` {why}", quoted(name(index)))))
 }
 
-/// Whether a shard's own fields are possible.
+/// Checks whether a shard's own fields are possible.
 fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
     let file = &shard.file;
     if !plain_name(file).is_some_and(|plain| plain.ends_with(".safetensors")) {

@@ -1,4 +1,4 @@
-//! A tensor in the manifest (`docs/format.md`, 3.2), in little memory: there may be four million.
+//! A tensor in the manifest (`docs/format.md`, 3.2), stored in little memory: there may be four million tensors.
 
 use safetensors::Dtype;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -13,7 +13,7 @@ use crate::format::limits::MAX_DIMENSIONS;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(expecting = "a tensor")]
 pub struct Unpacked<'a> {
-    /// Its name. The shard's header has it without the shard's prefix.
+    /// The name. The shard's header has it without the shard's prefix.
     #[serde(borrow)]
     pub name: Text<'a>,
     /// Stored dtype.
@@ -21,13 +21,13 @@ pub struct Unpacked<'a> {
     /// Stored shape.
     #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
     pub shape: Vec<u64>,
-    /// Index of its shard.
+    /// Index of the tensor's shard.
     pub shard: usize,
     /// First byte in the file.
     pub offset: u64,
-    /// CRCs of its extents, 16 digits each.
+    /// CRCs of the extents, 16 digits each.
     pub crc: Text<'a>,
-    /// CRC-64/XZ of all its bytes; empty if it was not taken.
+    /// CRC-64/XZ of all bytes; empty if it was not computed.
     #[serde(default, skip_serializing_if = "Text::is_empty")]
     pub crc64xz: Text<'a>,
     /// Logical dtype and shape, if they differ from the stored ones.
@@ -39,10 +39,10 @@ pub struct Unpacked<'a> {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(expecting = "a type")]
 pub struct Logical<'a> {
-    /// Its dtype, `torch.complex128` or `numpy.>f8`.
+    /// The dtype, such as `torch.complex128` or `numpy.>f8`.
     #[serde(borrow)]
     pub dtype: Text<'a>,
-    /// Its shape.
+    /// The logical shape.
     #[serde(deserialize_with = "up_to::<_, _, MAX_DIMENSIONS>")]
     pub shape: Vec<u64>,
 }
@@ -60,7 +60,7 @@ pub struct TensorEntry {
 }
 
 /// Numbers and texts in one text. A number has six bits in each byte, the lowest first, and a mark in all but the last
-/// byte: never more bytes than it has decimal digits. A text comes after its length, a shape after its dimensions.
+/// byte: never more bytes than decimal digits. A text follows its length, and a shape follows its number of dimensions.
 struct Packed<'a>(&'a str);
 
 impl<'a> Packed<'a> {
@@ -127,20 +127,20 @@ impl From<Unpacked<'_>> for TensorEntry {
             Packed::push_text(&mut packed, &dtype);
             Packed::push_shape(&mut packed, &shape);
         }
-        // No shard has this number, which stands for all that are too large.
+        // No shard has this number. It represents all numbers that are too large.
         let shard = u32::try_from(shard).unwrap_or(u32::MAX);
         Self { offset, packed: packed.into_boxed_str(), shard, dtype }
     }
 }
 
 impl TensorEntry {
-    /// This entry in another shard.
+    /// Returns this entry with another shard.
     #[must_use]
     pub fn in_shard(self, shard: usize) -> Self {
         Self { shard: u32::try_from(shard).unwrap_or(u32::MAX), ..self }
     }
 
-    /// All its fields.
+    /// All fields of this entry.
     #[must_use]
     pub fn unpacked(&self) -> Unpacked<'_> {
         let ([name, crc64xz, crc], _) = self.texts();
@@ -150,14 +150,14 @@ impl TensorEntry {
         Unpacked { name, dtype: self.dtype, shape, shard, offset: self.offset, crc, crc64xz, logical }
     }
 
-    /// Name, second checksum and checksums of extents, and what follows them.
+    /// Name, second checksum and checksums of extents, and the fields after them.
     fn texts(&self) -> ([&str; 3], Packed<'_>) {
         let mut packed = Packed(&self.packed);
         packed.shape().for_each(drop);
         ([packed.text(), packed.text(), packed.text()], packed)
     }
 
-    /// Its name. The shard's header has it without the shard's prefix.
+    /// The name. The shard's header has it without the shard's prefix.
     #[must_use]
     pub fn name(&self) -> &str {
         self.texts().0[0]
@@ -169,19 +169,19 @@ impl TensorEntry {
         Packed(&self.packed).shape().collect()
     }
 
-    /// Index of its shard.
+    /// Index of the tensor's shard.
     #[must_use]
     pub fn shard(&self) -> usize {
         self.shard as usize
     }
 
-    /// CRC-64/XZ of all its bytes; empty if it was not taken.
+    /// CRC-64/XZ of all bytes; empty if it was not computed.
     #[must_use]
     pub fn crc64xz(&self) -> &str {
         self.texts().0[1]
     }
 
-    /// CRCs of its extents, 16 digits each.
+    /// CRCs of the extents, 16 digits each.
     pub(super) fn crc(&self) -> &str {
         self.texts().0[2]
     }
@@ -193,24 +193,24 @@ impl TensorEntry {
         (!rest.0.is_empty()).then(|| (rest.text(), rest.shape().collect()))
     }
 
-    /// The shape of its logical type.
+    /// The shape of the logical type.
     #[must_use]
     pub fn logical_shape(&self) -> Vec<u64> {
         self.logical().map_or_else(|| self.shape(), |(_, shape)| shape)
     }
 
-    /// Its size in bytes; nothing if that is impossible.
+    /// The size in bytes; `None` if the size is impossible.
     pub(super) fn checked_bytes(&self) -> Option<u64> {
         layout::byte_size(self.dtype, Packed(&self.packed).shape())
     }
 
-    /// Its size in bytes, which was checked when the manifest was read.
+    /// The size in bytes, which was checked when the manifest was read.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.checked_bytes().unwrap_or(0)
     }
 
-    /// Its place, as tensor number `tensor`.
+    /// The place of this tensor, whose number is `tensor`.
     #[must_use]
     pub fn placement(&self, tensor: usize) -> Placement {
         Placement { tensor, offset: self.offset, bytes: self.bytes() }

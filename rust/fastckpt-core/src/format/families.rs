@@ -5,22 +5,22 @@ use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
 use crate::format::limits::MAX_HEADER;
 
-/// A shard of another checkpoint that becomes a shard of this one unchanged.
+/// A shard of another checkpoint that this checkpoint links unchanged.
 #[derive(Debug, Clone)]
 pub struct LinkedShard {
-    /// Its group.
+    /// The group of the shard.
     pub group: usize,
-    /// Its tensors in file order.
+    /// The tensors in file order.
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
 }
 
-/// The parts of another checkpoint that a save reuses, and the tensors that it groups so that a later save can.
+/// The shards of another checkpoint that a save reuses, and the tensors that it groups for reuse by a later save.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reuse<'a> {
-    /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with others. Empty if none
-    /// is.
+    /// For each tensor, whether it is expected to stay unchanged. Such tensors have separate shards. Empty if no tensor
+    /// is expected to.
     pub unchanged: &'a [bool],
     /// Shards of the other checkpoint. Their tensors are in no other shard.
     pub linked: &'a [LinkedShard],
@@ -28,9 +28,9 @@ pub struct Reuse<'a> {
 
 /// A shard of a group.
 pub(super) enum Member {
-    /// One of [`Reuse::linked`].
+    /// A linked shard: its index in [`Reuse::linked`].
     Linked(usize),
-    /// These tensors, in the order of their names.
+    /// A shard with these tensors, in the order of their names.
     Tensors(Vec<usize>),
 }
 
@@ -64,16 +64,16 @@ impl Filling {
     }
 }
 
-/// The properties of a tensor that matter here.
+/// The properties of a tensor that its shard depends on.
 pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
-    /// Its bytes.
+    /// The size of the tensor in bytes.
     pub(super) bytes: u64,
-    /// An upper bound for its bytes in the header.
+    /// An upper bound for the tensor's bytes in the header.
     pub(super) entry: u64,
 }
 
-/// The shards of each group in their order: those that are linked, those of unchanged tensors, the others.
+/// The shards of each group, in order: linked shards, shards of unchanged tensors, other shards.
 pub(super) fn of(
     tensors: &[Asked<'_>],
     groups: &[Group],

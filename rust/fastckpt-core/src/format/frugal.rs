@@ -1,5 +1,5 @@
-//! Reads any JSON in little memory: each text is copied at most once, and no error quotes a long one. Together with the
-//! text itself, what is read takes no more than twice its bytes (`docs/format.md`, 3.4).
+//! Reads any JSON in little memory: each text is copied at most once, and no error quotes a long text. The JSON and the
+//! values read from it together take at most twice the bytes of the JSON (`docs/format.md`, 3.4).
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -8,21 +8,21 @@ use serde::de::{DeserializeSeed, Error as _, IntoDeserializer, MapAccess, SeqAcc
 use serde::{Deserialize, Deserializer, Serialize, Serializer, forward_to_deserialize_any};
 use serde_json::value::RawValue;
 
-/// The most bytes of a text that an error quotes.
+/// The maximum length of a text that an error quotes.
 const QUOTED: usize = 1000;
-/// About as many bytes of a text with escapes are read at a time.
+/// A text with escapes is read in pieces of about this many bytes.
 const PIECE: usize = 64 << 10;
 
-/// The start of a text from a file, as messages show it.
+/// The start of a text from a file, for messages.
 pub(super) fn quoted(text: &str) -> &str {
     &text[..text.char_indices().nth(QUOTED).map_or(text.len(), |(at, _)| at)]
 }
 
-/// A checked text of a file, as it stands between its quotation marks; or any text without escapes.
+/// A checked text from a file, as it is between its quotation marks; or any text without escapes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Text<'a> {
     raw: &'a str,
-    /// Its bytes without escapes, each of which is longer than the character it stands for.
+    /// The length without escapes. An escape is longer than the character that it represents.
     len: usize,
 }
 
@@ -33,7 +33,7 @@ impl<'a> From<&'a str> for Text<'a> {
 }
 
 impl<'a> Text<'a> {
-    /// Its length in bytes, without escapes.
+    /// The length of the text in bytes, without escapes.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -49,7 +49,7 @@ impl<'a> Text<'a> {
         (self.len == self.raw.len()).then_some(self.raw)
     }
 
-    /// Appends it to `all`.
+    /// Appends the text to `all`.
     pub(super) fn append_to(&self, all: &mut String) {
         match self.plain() {
             Some(text) => all.push_str(text),
@@ -92,7 +92,7 @@ fn end_of_piece(text: &str) -> usize {
     let mut at = 0;
     while at < bytes.len() && (at < PIECE || !text.is_char_boundary(at)) {
         at += match &bytes[at..] {
-            // The first half of a character, which is invalid without the second half.
+            // The first half of a surrogate pair, which is invalid without the second half.
             [b'\\', b'u', b'd' | b'D', b'8' | b'9' | b'a' | b'b' | b'A' | b'B', ..] => 12,
             [b'\\', b'u', ..] => 6,
             [b'\\', ..] => 2,
@@ -130,9 +130,9 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
     }
 }
 
-/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. Alone, it would copy a text
-/// with escapes, as would the visitor; and a misplaced text would be in the error, with escapes for each of its bytes.
-/// Only visitors of numbers, arrays and objects are asked.
+/// Wraps a deserializer of JSON in memory, and all its parts: visitors, arrays and so on. Without the wrapper, the
+/// deserializer and its visitors would copy a text with escapes, and quote a misplaced text in the error, with escapes
+/// for each of its bytes. Only visitors of numbers, arrays and objects are called.
 pub(super) struct Frugal<T>(pub(super) T);
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Frugal<D> {
@@ -170,7 +170,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Frugal<D> {
         visitor.visit_enum(name.into_deserializer())
     }
 
-    /// A part of the JSON as it stands there.
+    /// A part of the JSON, unchanged.
     fn deserialize_newtype_struct<V: Visitor<'de>>(
         self,
         name: &'static str,
@@ -270,7 +270,7 @@ mod tests {
     fn a_text_is_what_other_readers_take_it_for() {
         let escapes =
             ["\\n", "\\\"", "\\\\", "\\u0041", "\\u00e9", "\\ud83d\\ude00", "\\uD83D\\uDE00", "é", "😀", "x"];
-        // Wherever a piece ends.
+        // Tests every place at which a piece can end.
         for (fill, escape) in (PIECE - 13..=PIECE).flat_map(|fill| escapes.map(|escape| (fill, escape))) {
             let json = format!("\"{}{escape}{}{escape}\"", "f".repeat(fill), escape.repeat(3));
             let known: String = serde_json::from_str(&json).unwrap();
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn no_error_quotes_a_long_text() {
         #[derive(Debug, Deserialize)]
-        #[expect(dead_code, reason = "no text gets so far")]
+        #[expect(dead_code, reason = "each text causes an error first")]
         struct Outer {
             inner: Option<Vec<Outer>>,
             number: u64,

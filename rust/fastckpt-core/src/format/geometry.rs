@@ -7,25 +7,25 @@ compile_error!("fastckpt needs 64-bit Linux");
 
 pub use crate::sys::file::PAGE;
 
-/// Size of a block in bytes: the unit of I/O and of checksums (`docs/format.md`, 2.2; for the reason,
-/// `docs/measurements.md`).
+/// Size of a block in bytes: the unit of I/O and of checksums (`docs/format.md`, 2.2). The reason for this size is in
+/// `docs/measurements.md`.
 pub const BLOCK_SIZE: u64 = 4 << 20;
 /// Contiguous data smaller than this many bytes is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
-/// Fewer bytes than this are copied instead of moved without a copy: a separate piece in an operation costs about as
+/// Fewer bytes than this are copied rather than moved without a copy: a separate piece in an operation costs about as
 /// much as copying this many bytes.
 pub const STRAIGHT: u64 = 64 << 10;
 
-/// The largest multiple of `to` that is not above `value`.
+/// The largest multiple of `to` that does not exceed `value`.
 #[must_use]
 pub const fn down(value: u64, to: u64) -> u64 {
     value - value % to
 }
 
 /// The part of `len` bytes at `offset` of a file that can move between the file and memory at `address` without a copy,
-/// as file offsets. With direct I/O, that is the whole pages of both, which must be congruent. Through the page cache,
-/// it is everything. Empty if it is less than [`STRAIGHT`].
+/// as file offsets. With direct I/O, it is the whole pages, and memory and file must be congruent. Through the page
+/// cache, it is everything. Empty if it is less than [`STRAIGHT`].
 #[must_use]
 pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {
     let range = if !direct {
@@ -50,7 +50,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The offset after its last byte.
+    /// The offset after the last byte.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.offset + self.bytes
@@ -73,7 +73,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The part of it in `range` of the file.
+    /// The part of the extent in `range` of the file.
     #[must_use]
     pub fn clip(self, range: Range<u64>) -> Option<Self> {
         let from = self.offset.max(range.start);

@@ -1,32 +1,32 @@
-//! Groups: families of files, by the names of their tensors (`docs/format.md`, 2).
+//! Groups: sets of files, distinguished by the names of their tensors (`docs/format.md`, 2).
 
 /// The name that safetensors reserves for itself.
 pub const RESERVED_NAME: &str = "__metadata__";
 /// The group of files that Hugging Face's readers load.
 pub const MODEL: &str = "model";
-/// The name of that group where the model is an adapter, which PEFT's readers look for.
+/// The name of that group if the model is an adapter. PEFT's readers look for it.
 pub const ADAPTER: &str = "adapter_model";
 /// The group of everything else, if the model is separate.
 pub const TRAINING: &str = "training";
 
-/// A family of files: the tensors whose names start with its prefix. The headers of the files omit the prefix.
+/// A group of files: the tensors whose names start with its prefix. The headers of the files omit the prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// Its name, with which the names of its files start.
+    /// The name of the group. The names of its files start with it.
     pub name: String,
-    /// The start of the names of its tensors.
+    /// The prefix of the names of its tensors.
     pub prefix: String,
-    /// The start of names with this prefix that still belong elsewhere; none if empty.
+    /// A longer prefix whose names belong to another group; empty if there is none.
     pub without: String,
 }
 
-/// The groups of a state whose model has names that start with `prefix`. If `prefix` is empty, the model is everything.
+/// The groups of a state whose model has names that start with `prefix`. An empty `prefix` covers all tensors.
 #[must_use]
 pub fn of(prefix: &str) -> Vec<Group> {
     beside(prefix, "")
 }
 
-/// The same, but names that start with `training` are not the model's, unless `training` is empty.
+/// Like [`of`], but names that start with `training` are not the model's, unless `training` is empty.
 #[must_use]
 pub fn beside(prefix: &str, training: &str) -> Vec<Group> {
     let group = |name: &str, prefix: &str, without: &str| Group {
@@ -47,8 +47,8 @@ impl Group {
     }
 }
 
-/// The name of shard `index` of `count` of a group. Those of the model are at the top of the checkpoint, under Hugging
-/// Face's names. Those of another group are in a directory with the group's name, so that readers that take all of
+/// The name of shard `index` of `count` of a group. The model's shards are at the top of the checkpoint, under Hugging
+/// Face's names. Shards of another group are in a directory with the group's name, so that readers that load all
 /// `*.safetensors` find only the model.
 pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
     let file = if count == 1 {
@@ -59,7 +59,7 @@ pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
     if group == TRAINING { format!("{group}/{file}") } else { file }
 }
 
-/// Whether `name` is one that `shard_name` gives.
+/// Whether `name` is a name that `shard_name` returns.
 #[must_use]
 pub fn is_shard_name(name: &str) -> bool {
     match name.split_once('/') {
@@ -68,7 +68,7 @@ pub fn is_shard_name(name: &str) -> bool {
     }
 }
 
-/// Whether `file` is named as the shards of a group are, in their directory.
+/// Whether `file` is a name that a shard of `group` can have inside its directory.
 #[must_use]
 pub fn is_named(group: &str, file: &str) -> bool {
     let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -79,8 +79,8 @@ pub fn is_named(group: &str, file: &str) -> bool {
     })
 }
 
-/// The file name in `name`, the name of a shard in a manifest: a plain name, or one in the directory [`TRAINING`].
-/// `None` for any other name: no shard is elsewhere.
+/// The file name in the name of a shard in a manifest: a plain name, or a name in the directory [`TRAINING`]. `None`
+/// for any other name, because no shard is elsewhere.
 #[must_use]
 pub fn plain_name(name: &str) -> Option<&str> {
     let file = name.strip_prefix(TRAINING).and_then(|rest| rest.strip_prefix('/')).unwrap_or(name);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::error::{Error, Result};
 use crate::format::manifest::{Body, ShardEntry};
 
-/// The file's name.
+/// The name of the file.
 pub const FILE: &str = "model.safetensors.index.json";
 
 /// Encodes Hugging Face's index: which shard holds which tensor of the model.

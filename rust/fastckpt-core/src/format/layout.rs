@@ -15,9 +15,9 @@ use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data starts this many bytes after a page boundary, like large CPU tensors of PyTorch. Measured in huge pages against
-/// 0 and 16 (the residue of NumPy's arrays): `into=` takes 0.12 CPU seconds per GB if the residue fits and 0.20 if it
-/// does not. A save takes about the same either way.
+/// Data starts this many bytes after a page boundary, like large CPU tensors of PyTorch. In huge pages, `into=` takes
+/// 0.12 CPU seconds per GB if the residue fits, and 0.20 if it does not (measured against 0 and 16, the residue of
+/// NumPy's arrays). A save takes about the same time either way.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
@@ -28,7 +28,7 @@ pub fn dtype(name: &str) -> Option<Dtype> {
 /// The properties of a tensor that the plan needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the file.
+    /// The name of the tensor in the file.
     pub name: String,
     /// The stored dtype.
     pub dtype: Dtype,
@@ -39,14 +39,14 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Its size in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
+    /// The size in bytes; `None` if it is not a whole number of bytes or exceeds `i64`.
     #[must_use]
     pub fn bytes(&self) -> Option<u64> {
         byte_size(self.dtype, self.shape.iter().copied())
     }
 
-    /// Its alignment, which divides its size: the bytes of an element. For a tensor stored as bytes, whose logical
-    /// elements are unknown here, it is the largest power of two up to 16 that divides its size.
+    /// The alignment, which divides the size: the bytes of an element. For a tensor stored as bytes, whose logical
+    /// elements are unknown here, it is the largest power of two up to 16 that divides the size.
     fn element(&self) -> u64 {
         if self.logical.is_some() {
             let bytes = self.bytes().unwrap_or(0);
@@ -57,10 +57,10 @@ impl TensorSpec {
     }
 }
 
-/// The size of a tensor in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
+/// The size of a tensor in bytes; `None` if it is not a whole number of bytes or exceeds `i64`.
 #[must_use]
 pub fn byte_size(dtype: Dtype, shape: impl Iterator<Item = u64>) -> Option<u64> {
-    // A zero anywhere makes the tensor empty, however large the product of the other sizes.
+    // A size of zero makes the tensor empty, however large the product of the other sizes is.
     let (mut elements, mut empty) = (Some(1u64), false);
     for size in shape {
         (elements, empty) = (elements.and_then(|all| all.checked_mul(size)), empty || size == 0);
@@ -72,22 +72,22 @@ pub fn byte_size(dtype: Dtype, shape: impl Iterator<Item = u64>) -> Option<u64> 
 /// One file.
 #[derive(Debug, Clone)]
 pub struct Shard {
-    /// Its name inside the checkpoint.
+    /// The name of the file inside the checkpoint.
     pub file: String,
-    /// The start of its tensors' names, which its header omits.
+    /// The prefix of its tensors' names, which the header omits.
     pub prefix: String,
     /// All bytes before the data: length field, JSON and padding.
     pub header: Vec<u8>,
-    /// Its tensors in file order, packed.
+    /// The tensors in file order, without gaps.
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
-    /// Its number in [`Reuse::linked`], if it is not written. Then its header is not known here.
+    /// The index in [`Reuse::linked`] if the shard is not written. In that case its header is unknown here.
     pub linked: Option<usize>,
 }
 
 impl Shard {
-    /// Whether copying its data takes less time than finding out what kind of memory it is in.
+    /// Whether it is faster to copy the data than to determine what kind of memory it is in.
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.bytes - (self.header.len() as u64) < SINGLE
@@ -101,16 +101,16 @@ pub struct Plan {
     pub block_size: u64,
     /// The files.
     pub shards: Vec<Shard>,
-    /// For each tensor, its shard and its offset in it.
+    /// For each tensor, its shard and its offset in the shard.
     pub places: Vec<(usize, u64)>,
 }
 
 /// The sizes of shards and blocks in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
-    /// The most bytes of a shard of several tensors.
+    /// The maximum number of bytes of a shard with several tensors.
     pub shard: u64,
-    /// A block, in which the shards are written.
+    /// The size of a block, the unit in which shards are written.
     pub block: u64,
 }
 
@@ -196,8 +196,8 @@ fn header_entry(tensor: &TensorSpec) -> u64 {
     100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }
 
-/// Orders the tensors of one shard, which come sorted by name, places them and builds the header (`docs/format.md`,
-/// 2.1).
+/// Orders the tensors of one shard, which are passed in order of their names, places them and builds the header
+/// (`docs/format.md`, 2.1).
 fn shard_of(
     tensors: &[TensorSpec],
     sizes: &[u64],
@@ -231,7 +231,7 @@ fn shard_of(
     Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at, linked: None })
 }
 
-/// Length field, JSON, and padding up to [`RESIDUE`] bytes after a page boundary.
+/// The length field, the JSON, and padding up to [`RESIDUE`] bytes after a page boundary.
 fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<Vec<u8>> {
     let count = entries.len();
     let invalid = |what: String| Error::Invalid(format!("cannot build the header of shard `{file}`: {what}"));

@@ -12,7 +12,7 @@ pub const MAX_HEADER: u64 = 100_000_000;
 pub const MAX_TENSORS: usize = 1 << 22;
 /// The maximum number of shards in one checkpoint.
 pub const MAX_SHARDS: usize = 100_000;
-/// The maximum number of options that a checkpoint keeps.
+/// The maximum number of options that a checkpoint records.
 pub const MAX_OPTIONS: usize = 1024;
 /// The maximum number of dimensions of one tensor.
 pub const MAX_DIMENSIONS: usize = 64;

@@ -12,21 +12,21 @@ use crate::format::layout::{Plan, TensorSpec};
 pub use crate::format::limits::MAX_BYTES;
 use crate::format::limits::{MAX_OPTIONS, MAX_SHARDS, MAX_TENSORS};
 
-/// The file's name.
+/// The name of the file.
 pub const FILE: &str = "fastckpt.json";
 /// The format version that this release writes and reads.
 pub const VERSION: u64 = 1;
-/// The newest minor version of the format that this release reads. It grows when a checkpoint may hold something that a
-/// reader of the previous one would misread.
+/// The newest minor version of the format that this release reads. It is raised when a checkpoint may hold something
+/// that readers of the previous version would misread.
 pub const MINOR: u64 = 0;
 /// The start of every manifest, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
 
-/// The start of its body: the first member, up to its value.
+/// The start of the body: the first member, up to its value.
 pub const MIN_READER: &[u8] = b"\"min_reader\":";
 
-/// The checksum of a manifest as its first line has it, 16 digits: equal for equal manifests. `begin` is the manifest, or
-/// its first 64 bytes.
+/// The checksum of a manifest as its first line has it, 16 digits. Equal manifests have equal checksums. `begin` is the
+/// manifest, or its first 64 bytes.
 #[must_use]
 pub fn seal_of(begin: &[u8]) -> Option<&str> {
     let rest = begin.strip_prefix(MAGIC)?;
@@ -39,13 +39,13 @@ pub fn seal_of(begin: &[u8]) -> Option<&str> {
 /// The manifest in the file, after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
-    /// The least minor version that a reader must know, and the first member of the body.
+    /// The lowest minor version that a reader must support. It is the first member of the body.
     pub min_reader: u64,
-    /// The program that wrote it.
+    /// The program that wrote the checkpoint.
     pub writer: Writer,
     /// When the save began, in seconds since 1970 UTC.
     pub created: f64,
-    /// How it was written.
+    /// How the checkpoint was written.
     pub saved: Saved,
     /// Size of a block in bytes.
     pub block_size: u64,
@@ -67,9 +67,9 @@ pub struct Body {
 /// The program that wrote a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Writer {
-    /// Its name.
+    /// The name of the program.
     pub name: String,
-    /// Its version.
+    /// The version of the program.
     pub version: String,
 }
 
@@ -78,7 +78,7 @@ pub struct Writer {
 pub struct Saved {
     /// The engine.
     pub engine: String,
-    /// Why it is not the requested engine.
+    /// Why the engine is not the requested one.
     pub fallback: Option<String>,
     /// Worker threads.
     pub threads: u64,
@@ -86,23 +86,23 @@ pub struct Saved {
     pub seconds: f64,
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
-    /// The options of the call that are kept, by name, in words.
+    /// The options of the call that the checkpoint records: names and texts.
     #[serde(default, deserialize_with = "up_to::<_, _, MAX_OPTIONS>", skip_serializing_if = "Vec::is_empty")]
     pub options: Vec<(String, String)>,
-    /// The facts that vouch for the bytes of each shard when another save links it. Empty if it was not taken.
+    /// For each shard, the facts on which another save relies when it links the shard. Empty if they were not recorded.
     #[serde(default, deserialize_with = "up_to::<_, _, MAX_SHARDS>", skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<Vouched>,
 }
 
-/// The facts that vouch for the bytes of a file that are not read before it is linked.
+/// The facts by which a save trusts the bytes of a file that it links without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vouched {
     /// The time of the file's last change, in nanoseconds since 1970 UTC, as its file system reported it when its bytes
     /// were last written or read.
     pub modified: i64,
-    /// How many saves have linked it since it was written.
+    /// How many saves have linked the file since it was written.
     pub links: u64,
-    /// The number that its file system gives it, so that a copy with the file's time is not mistaken for it. 0 if
+    /// The file's number in its file system, so that a copy with the same time is not mistaken for the file. 0 if
     /// unknown.
     #[serde(default)]
     pub inode: u64,
@@ -113,7 +113,7 @@ pub struct Vouched {
 pub struct ShardEntry {
     /// File name.
     pub file: String,
-    /// The start of its tensors' names here, which its header omits.
+    /// The prefix that its tensors' names have here, and that its header omits.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub prefix: String,
     /// Length of the file.
@@ -126,7 +126,7 @@ pub struct ShardEntry {
     pub crc: String,
 }
 
-/// A member that is present, even if it is `null`, which is refused because it is not an array of tokens.
+/// A member that is present, even as `null`: that is refused later, because it is not an array of tokens.
 fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<Box<RawValue>>, D::Error> {
@@ -137,7 +137,7 @@ fn present<'de, D: Deserializer<'de>>(
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let json =
         serde_json::to_vec(body).map_err(|e| Error::Invalid(format!("cannot write the manifest: {e}")))?;
-    // The body's opening brace replaces that of the prefix.
+    // The opening brace of the prefix replaces the opening brace of the body.
     let mut rest = json.get(1..).unwrap_or_default().to_vec();
     rest.push(b'\n');
     let crc = checksum::to_hex(checksum::of(&rest));
@@ -149,7 +149,7 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
     Ok(all)
 }
 
-/// How many bytes longer than expected a manifest may become, depending on the course of the save.
+/// By how many bytes a manifest may become longer than expected, depending on the course of the save.
 const LEEWAY: u64 = 4096;
 
 /// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `body` is the manifest

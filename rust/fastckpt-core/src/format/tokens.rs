@@ -1,8 +1,8 @@
-//! The bounds of a structure's tokens (`docs/format.md`, 3.4 and 4).
+//! The limits of a structure's tokens (`docs/format.md`, 3.4 and 4).
 
 use crate::format::limits::{MAX_TOKENS, MAX_VALUES};
 
-/// The maximum nesting of arrays in a structure: the array of tokens, a token, a list in it.
+/// The maximum nesting of arrays in a structure: the array of tokens, a token, and a list in a token.
 const DEPTH: usize = 3;
 
 /// Checks the limits of an array of tokens before it is parsed: the nesting of arrays, no objects, at most one list per

@@ -1,7 +1,7 @@
 //! Whether ranks collect their pieces before they write, and in what grains: by the file system, or as requested.
 //!
 //! On a file system of one kernel, each rank writes its bytes in place. A file system of many kernels locks the ranges
-//! that each kernel writes. There, long aligned ranges with one writer each are worth sending bytes for.
+//! that each kernel writes. There, long aligned ranges with one writer each justify the cost of sending bytes.
 
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::commit::{Reach, directory_at, is_nfs, reach};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 
-/// The grain, by default, of ranks that collect their pieces although the file system locks nothing.
+/// The default grain of ranks that collect their pieces although the file system locks nothing.
 const LEAST: u64 = 64 << 10;
-/// The same on NFS, which sends at most this much in one request.
+/// The default grain on NFS, which sends at most this many bytes in one request.
 const REQUEST: u64 = 1 << 20;
-/// The same on other shared file systems, which do not report their units: the usual stripes and blocks.
+/// The default grain on other shared file systems. They do not report their units, so it is the usual stripe or block.
 const STRIPE: u64 = 4 << 20;
 /// The longest grain.
 const MOST: u64 = 64 << 20;
@@ -22,15 +22,15 @@ const MOST: u64 = 64 << 20;
 /// How the ranks of a save share the writing ([`crate::share::Share::in_teams`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aggregation {
-    /// Bytes, at whose multiples writers change.
+    /// The size of a grain in bytes: writers change only at its multiples.
     pub grain: u64,
-    /// The ranks that collect their pieces; 1 for none, 0 for as many as their pieces need.
+    /// The number of ranks that collect their pieces together: 1 for none, 0 for as many as the pieces need.
     pub team: u32,
 }
 
 impl Aggregation {
-    /// For a save to `path` by ranks with memory pages of `page` bytes. `FASTCKPT_AGGREGATE` is `auto`, `off` or the ranks
-    /// of a team, and `FASTCKPT_GRAIN` the bytes of a grain.
+    /// The values for a save to `path` by ranks with memory pages of `page` bytes. `FASTCKPT_AGGREGATE` is `auto`,
+    /// `off` or the ranks of a team, and `FASTCKPT_GRAIN` is the size of a grain in bytes.
     pub fn of(path: &Path, page: u64, environment: &Environment) -> Result<Self> {
         let wrong = |name: &str, what: &str| {
             let given = environment.get(name).unwrap_or_default().to_string_lossy();

@@ -19,11 +19,11 @@ use crate::read::Checkpoint;
 use crate::save::base::LinkedShards;
 use crate::share::{Duties, Purpose};
 
-/// The base, as a rank has it.
+/// The base on a rank.
 enum Base {
-    /// The coordinator has opened it.
+    /// The checkpoint, which the coordinator has opened.
     Opened(Box<Checkpoint>),
-    /// The others have its manifest.
+    /// The manifest, which the other ranks have received.
     Told(Box<Body>),
 }
 
@@ -36,7 +36,7 @@ impl Base {
     }
 }
 
-/// See the module.
+/// The part of one rank in linking the files of an earlier checkpoint. See the module.
 pub struct RankBase {
     table: Arc<Table>,
     rank: u32,
@@ -57,7 +57,7 @@ pub(super) struct Prepared {
 const ORDER: &str = "open or know the base once, then compare, take and lay out";
 
 impl RankBase {
-    /// For `rank`, which holds `held`. `table` is the layout of a save that links nothing.
+    /// The base for `rank`, whose memory is `held`. `table` is the layout of a save that links nothing.
     pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
         let duties = Arc::new(table.share.duties(rank, Purpose::Save)?);
         held.check(&duties)?;
@@ -83,8 +83,8 @@ impl RankBase {
         self.base.set(base).map_err(|_| Error::Misused(ORDER))
     }
 
-    /// For the coordinator: opens the base. Returns its manifest for the others, or `None` if it is not a base, which
-    /// becomes a warning of the save.
+    /// For the coordinator: opens the base. Returns its manifest for the other ranks, or `None` if it cannot be a base,
+    /// which becomes a warning of the save.
     pub fn open(&self, path: &Path) -> Result<Option<Vec<u8>>> {
         let linked = &mut self.prepared().linked;
         let Some(base) = linked.open(path, self.table.plan.block_size) else { return Ok(None) };
@@ -99,7 +99,7 @@ impl RankBase {
         Ok(Some(manifest))
     }
 
-    /// For all others: takes the manifest of the base at `path`.
+    /// For all other ranks: stores the manifest of the base at `path`.
     pub fn know(&self, path: &Path, manifest: &[u8]) -> Result<()> {
         self.set(Base::Told(Box::new(decode::decode(manifest.into(), path)?)))
     }
@@ -109,8 +109,8 @@ impl RankBase {
         sums(&self.table, &self.duties, &self.held, self.base()?.body(), &self.options, progress)
     }
 
-    /// For the coordinator: makes the workspace for a save to `path`, and links the unchanged files, by the findings of
-    /// all ranks. Returns the message for the others. Problems with the base become warnings, and more is written.
+    /// For the coordinator: creates the workspace for a save to `path`, and links the files that the ranks found
+    /// unchanged. Returns the message for the other ranks. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,
@@ -127,13 +127,13 @@ impl RankBase {
         Ok(encode(&prepared.linked))
     }
 
-    /// For all others: notes the result of [`Self::take`].
+    /// For all other ranks: stores the result of [`Self::take`].
     pub fn follow(&self, told: &[u8]) -> Result<()> {
         let told = decode(told, self.table.tensors.len())?;
         self.prepared().linked.follow(&self.table.state(), self.base()?.body(), told)
     }
 
-    /// The layout of the rest.
+    /// The layout of the files that are not linked.
     pub fn table(&self) -> Result<Arc<Table>> {
         let linked = &self.prepared().linked;
         if !linked.changes_layout(&self.table.state()) {
@@ -142,18 +142,18 @@ impl RankBase {
         self.table.beside(&linked.reuse()).map(Arc::new)
     }
 
-    /// Removes the workspace, unless it was given to a save.
+    /// Removes the workspace, unless a save took it over.
     pub fn close(&self) {
         self.prepared().workspace = None;
     }
 
-    /// Gives the linked files to the save of this rank.
+    /// Passes the linked files to the save of this rank.
     pub(super) fn give(&self) -> Prepared {
         std::mem::take(&mut *self.prepared())
     }
 }
 
-/// The message for the others: the numbers of the linked files, and a bit for each tensor that is expected to stay
+/// The message for the other ranks: the numbers of the linked files, and a bit for each tensor that is expected to stay
 /// unchanged.
 fn encode(linked: &LinkedShards) -> Vec<u8> {
     let mut all = (linked.numbers.len() as u32).to_le_bytes().to_vec();
@@ -163,7 +163,7 @@ fn encode(linked: &LinkedShards) -> Vec<u8> {
     all
 }
 
-/// The inverse of [`encode`], in a save of so many tensors.
+/// The inverse of [`encode`], in a save of this many tensors.
 fn decode(mut bytes: &[u8], tensors: usize) -> Result<(Vec<bool>, Vec<usize>)> {
     let count = u32::from_le_bytes(next(&mut bytes)?);
     let numbers = (0..count).map(|_| Ok(u32::from_le_bytes(next(&mut bytes)?) as usize));

@@ -1,4 +1,4 @@
-//! Compares one rank's part of a state with the checksums of a base. Reads nothing from a disk.
+//! Compares one rank's part of a state with the checksums of a base. Reads nothing from storage.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ use crate::save::compare::counterparts;
 use crate::share::{Duties, Item};
 use crate::sys::memory::Bytes;
 
-/// Bytes of rows that are put in their places at a time, with zeros between them, to be summed in cache.
+/// The number of bytes that are summed at a time in cache: rows at their places, with zeros between them.
 const SPREAD: u64 = 256 << 10;
 
 /// Bytes of an item in one extent of the base.
@@ -37,12 +37,12 @@ struct Summed {
     tensor: usize,
     len: u64,
     xz: u64,
-    /// Number and first checksum of an extent that is here in part.
+    /// The number and the first checksum of an extent of which this rank has only a part.
     part: Option<(u64, u64)>,
 }
 
-/// Sums a rank's part of the tensors that the base also has. `duties` decide which rank sums bytes that several ranks
-/// have: a rank sums those that it writes or sends. The sum of a tensor stops at an extent that differs.
+/// Sums a rank's part of the tensors that the base also has. If several ranks have the same bytes, `duties` decide
+/// which of them sums these: the one that writes or sends them. The sum of a tensor stops at an extent that differs.
 pub(super) fn sums(
     table: &Table,
     duties: &Duties,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::mail::Contents;
 use crate::share::{Item, Message, Share};
 
-/// The range of a message's bytes: they belong to one file.
+/// The range of a message's bytes, which are in one file.
 struct Span {
     shard: usize,
     bytes: Range<u64>,

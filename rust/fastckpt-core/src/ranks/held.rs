@@ -1,4 +1,4 @@
-//! The memory of one rank that holds boxes of tensors, and the copying of rows out of it and out of messages.
+//! The memory of one rank that holds boxes of tensors. Copies rows out of this memory and out of messages.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,13 +19,13 @@ pub struct Held(HashMap<(usize, u32), Content>);
 type Run = Range<u64>;
 
 impl Held {
-    /// The parts of a rank, each by tensor and part, with its memory.
+    /// The parts of a rank, each with its memory, by tensor and part.
     #[must_use]
     pub fn new(parts: impl IntoIterator<Item = ((usize, u32), Content)>) -> Self {
         Self(parts.into_iter().collect())
     }
 
-    /// Whether the parts that these duties read are here.
+    /// Checks that the parts that these duties read are here.
     pub(super) fn check(&self, duties: &Duties) -> Result<()> {
         duties.own().try_for_each(|item| self.content(item).map(drop))
     }
@@ -36,11 +36,11 @@ impl Held {
         })
     }
 
-    /// The address of a part, given by tensor and number; `None` if another process could not read it.
+    /// The address of a part, given by tensor and number; `None` if another process cannot read it.
     pub(super) fn address(&self, part: (usize, u32)) -> Option<u64> {
         let Content::Memory(bytes) = self.0.get(&part)? else { return None };
         let address = bytes.address() as u64;
-        // Memory of a driver may not be readable in this way.
+        // Memory of a driver may not be readable in this way, so the first and the last byte are tried.
         let (mut first, mut last) = ([0], [0]);
         let ends =
             &mut [(address, &mut first[..]), (address + (bytes.len() as u64).max(1) - 1, &mut last[..])];
@@ -82,9 +82,9 @@ impl Held {
         }
     }
 
-    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Those that this rank relays
-    /// come from `mail`. Callbacks copy their parts in one call, at the end. Before that, `filled` is called with the
-    /// length to which `to` is filled.
+    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Items that this rank relays
+    /// come from `mail`. Callbacks copy their parts in one call at the end. Before that, `filled` is called with the
+    /// filled beginning of `to`.
     pub(super) fn pack_all(
         &self,
         items: &[Item],
@@ -135,7 +135,7 @@ impl Held {
         content::fetch(slots)
     }
 
-    /// The checksums of items, each of its bytes in its tensor's order. Callbacks copy their parts in one call.
+    /// The checksums of items, each of the item's bytes in its tensor's order. Callbacks copy their parts in one call.
     pub(super) fn sums(&self, items: &[&Item]) -> Result<Vec<u64>> {
         let run = |item: &Item| whole_run(item, &item.bytes).filter(|run| run.end - run.start == item.len);
         let (mut packed, mut bytes) = (Vec::new(), 0);
@@ -181,7 +181,7 @@ impl Held {
     }
 }
 
-/// The local memory from the first to the last byte that an item has in `range`. Adjacent bytes are fetched at once.
+/// The local memory from the first to the last byte that an item has in `range`. It is fetched as one piece.
 pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
     let reach = |span: Option<Run>, run: Run| match span {
         Some(span) => Some(span.start.min(run.start)..span.end.max(run.end)),
@@ -190,8 +190,8 @@ pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
     runs(item, range).fold(None, reach).unwrap_or(0..0)
 }
 
-/// Copies the bytes of an item in `range` of the tensor to their places in `to`, which begins at byte `start` of the tensor,
-/// out of `from`, which begins at byte `low` of the local memory.
+/// Copies the bytes of an item in `range` of the tensor from `from` to their places in `to`. `from` begins at byte
+/// `low` of the local memory, and `to` at byte `start` of the tensor.
 pub(super) fn scatter(
     item: &Item,
     range: &Range<u64>,
@@ -201,8 +201,8 @@ pub(super) fn scatter(
     lines(item, range, to, |local, len| from.part((local - low) as usize, len))
 }
 
-/// Copies a message's bytes of an item, one after another, to their places in `to`, which begins at byte `start` of the
-/// tensor.
+/// Copies the bytes that a message has of an item, one after another, to their places in `to`, which begins at byte
+/// `start` of the tensor.
 pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> Result<()> {
     lines(item, &item.bytes, to, |_, len| {
         let (front, rest) = payload.split_at_checked(len)?;
@@ -211,7 +211,7 @@ pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> R
     })
 }
 
-/// The contiguous local memory that holds all bytes of `range` of the tensor, if there is any.
+/// The contiguous local memory with all bytes of `range` of the tensor; `None` if they are not contiguous.
 pub(super) fn whole_run(item: &Item, range: &Range<u64>) -> Option<Run> {
     let line = item.rows.lines(range.clone()).next()?;
     let start = place(item, line.to);

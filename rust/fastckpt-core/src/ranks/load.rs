@@ -1,6 +1,6 @@
-//! The load of one rank. It reads its ranges of the shards: each extent is read by one rank, whole, and verified. It
-//! keeps its own part and sends the rest to the ranks that want it, while its [`Mail`] receives the parts that others
-//! read for it.
+//! The load of one rank. It reads its ranges of the shards: each extent is read whole by one rank, and verified. The
+//! rank keeps its own part and sends the rest to the ranks that want it, while its [`Mail`] receives the parts that
+//! other ranks read for it.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,19 +25,19 @@ use crate::telemetry::{self, Kind, Operation};
 /// The report of one rank's load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loaded {
-    /// The bytes that it read for itself.
+    /// The report about this rank's own bytes.
     pub report: Report,
-    /// Bytes of tensors that it read, for any rank.
+    /// Bytes of tensors that the rank read, for itself or for others.
     pub storage: u64,
-    /// Bytes that others read for it.
+    /// Bytes that other ranks read for this rank.
     pub peers: u64,
-    /// Bytes that it sent to other ranks, which want them or relay them.
+    /// Bytes that the rank sent to ranks that want or relay them.
     pub sent: u64,
-    /// Checksums of extents that it read in part ([`Share::read_apart`]), to be put together and compared ([`compare`]).
+    /// Checksums of extents that the rank read in part ([`Share::read_apart`]), to be joined for [`compare`].
     pub pieces: Vec<Piece>,
 }
 
-/// Compares the checksums that all ranks found of extents that they read in parts with the manifest.
+/// Compares checksums with those of the manifest, for extents that several ranks read in parts.
 pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
     let tensors = &checkpoint.body().tensors;
     // An empty tensor may begin at the same byte as a tensor with bytes.
@@ -57,7 +57,7 @@ pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Re
     checkpoint.compare(&sums)
 }
 
-/// See the module.
+/// The load of one rank. See the module.
 pub struct RankLoad {
     checkpoint: Arc<Checkpoint>,
     mail: Arc<Mail>,
@@ -67,17 +67,17 @@ pub struct RankLoad {
 /// The remaining work.
 struct Work {
     wanted: Vec<Wanted>,
-    /// The items of each incoming message, and where each goes: to its part or, on a relay, into outgoing messages,
-    /// from a byte of each on.
+    /// The items of each incoming message and their destinations. A destination is in a part, or, on a relay, in
+    /// outgoing messages, from a given byte of each on.
     incoming: Vec<Vec<(Item, Option<Slot>)>>,
-    /// Bytes of this rank's own boxes that it reads itself, and that others read for it.
+    /// Bytes of this rank's own boxes: those that it reads itself, and those that other ranks read for it.
     own: (u64, u64),
-    /// Tensors of which this rank wants bytes.
+    /// The number of tensors of which this rank wants bytes.
     tensors: usize,
 }
 
 impl RankLoad {
-    /// The load of `rank`, whose parts go to `places`. Refuses if one has none.
+    /// The load of `rank`, whose parts go to `places`. Fails if a part has no place.
     pub fn new(share: &Share, rank: u32, checkpoint: Arc<Checkpoint>, places: Places) -> Result<Self> {
         Self::with_budget(share, rank, checkpoint, places, BUDGET)
     }
@@ -102,7 +102,7 @@ impl RankLoad {
             move |tensor| tensors.body().tensors[tensor].name().to_owned(),
         );
         let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
-        // A relay is filled after all messages of earlier phases, except the phase that fills it, were sent.
+        // A relay is filled after all messages of earlier phases are sent, except those of the phase that fills it.
         let [numbers, relays] = duties.sent();
         let window = |phase: u64| {
             let before = |of: &[Message]| of.partition_point(|message| message.phase + 1 < phase);
@@ -155,9 +155,9 @@ impl RankLoad {
         &self.mail
     }
 
-    /// Reads its ranges and waits for the rest. On return, all parts of this rank are filled; messages to others may
-    /// still be on their way. With `verify`, every extent is compared with its checksum by the rank that reads it.
-    /// Works once.
+    /// Reads this rank's ranges and waits for the rest. On return, all parts of this rank are filled. Messages to other
+    /// ranks may still be on their way. With `verify`, the rank that reads an extent compares it with its checksum. Can
+    /// be called once.
     pub fn read(&self, verify: bool, options: &Options, progress: Progress<'_>) -> Result<Loaded> {
         let work = lock(&self.work).take();
         let work = work.ok_or(Error::Misused("the load of this rank has run before, or is closed"))?;
@@ -167,7 +167,7 @@ impl RankLoad {
         outcome
     }
 
-    /// Gives the memory back to the caller, if [`Self::read`] does not run, and stops the mail.
+    /// Gives the memory back to the caller, unless [`Self::read`] is running, and stops the mail.
     pub fn close(&self) {
         self.mail.stop("the load of this rank was closed");
         lock(&self.work).take();
@@ -188,7 +188,7 @@ impl RankLoad {
         let (taken, caller) = (AtomicU64::new(0), thread::current());
         let stop = || self.mail.stop("this rank failed to read bytes for the others");
         let alone = sent + coming == 0;
-        // Stands until the read begins: then another failure is the cause.
+        // This is the result until the read begins. If it never begins, another failure is the cause.
         let mut read = Err(Error::Stopped("the read did not begin".to_owned()));
         let outcome = thread::scope(|scope| {
             let unpacker = (coming > 0).then(|| {
@@ -217,7 +217,7 @@ impl RankLoad {
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             self.watch(unpacker, &mut || progress(storage, storage))
         });
-        // The failure that stopped the mail caused the other one.
+        // If both failed, one failure stopped the mail and so caused the other, which is not reported.
         let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);
@@ -238,7 +238,7 @@ impl RankLoad {
         Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })
     }
 
-    /// Waits for the thread that takes messages; `go_on` is called meanwhile, and returns whether to continue.
+    /// Waits for the thread that takes messages. Meanwhile, calls `go_on`, which returns whether to continue.
     fn watch(
         &self,
         unpacker: ScopedJoinHandle<'_, Result<u64>>,
@@ -257,7 +257,7 @@ impl RankLoad {
         if interrupted { Err(Error::Interrupted) } else { outcome }
     }
 
-    /// Takes all messages and gives their items to their places. Returns the number of bytes copied.
+    /// Takes all messages and passes their items to their destinations. Returns the number of bytes copied.
     fn take(&self, incoming: Vec<Vec<(Item, Option<Slot>)>>, taken: &AtomicU64) -> Result<u64> {
         let mut copied = 0;
         for (number, items) in incoming.into_iter().enumerate() {
@@ -279,7 +279,7 @@ impl RankLoad {
     }
 }
 
-/// The destination of an item that another rank wants: a message, given by number, from byte `first` on.
+/// The destination of an item that another rank wants: the message `number`, from byte `first` on.
 fn post(mail: &Arc<Mail>, (number, first): (usize, u64), item: Item) -> Destination {
     let mail = Arc::clone(mail);
     Destination::Take(Arc::new(move |start, bytes| {

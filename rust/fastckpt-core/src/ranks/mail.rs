@@ -1,22 +1,22 @@
 //! The mail of one rank: its messages to and from other ranks while they travel.
 //!
-//! Two threads of the caller move the messages; this holds their buffers. The sending thread takes each outgoing
-//! message in order: [`Mail::pack`], then [`Mail::sent`]. The receiving thread does the same with each incoming one:
-//! [`Mail::admit`], then [`Mail::arrived`]. Other code puts the bytes in and takes them out: a function or
-//! [`Mail::put`] fills an outgoing message, and [`Mail::take`] reads an incoming one.
+//! Two threads of the caller move the messages, and the mail holds the buffers. The sending thread calls [`Mail::pack`]
+//! and then [`Mail::sent`] for each outgoing message, in order. The receiving thread calls [`Mail::admit`] and then
+//! [`Mail::arrived`] for each incoming one. Other code supplies and uses the bytes: a function or [`Mail::put`] fills
+//! an outgoing message, and [`Mail::take`] reads an incoming one.
 //!
-//! Each direction has a budget of memory. A message exceeds it only where all ranks would otherwise wait for each
+//! Each direction has a budget of memory. A message may exceed it only if all ranks would otherwise wait for each
 //! other:
-//! - An incoming message is admitted if a worker waits for it, or for one after it in the list.
-//! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
+//! - An incoming message is admitted if a worker waits for it or for a later one in the list.
+//! - [`Mail::put`] begins a message if the next one to be sent is not complete. Until that one is, no memory is freed.
 //!
-//! Behind its bytes a message has their checksum: the network's checksums are short, and end at each device on the way.
+//! A message is followed by its checksum: the checksums of the network are short, and end at each device on the way.
 //! Both sides sum a message while its bytes are in the processor's cache, at a quarter of the cost of a separate pass.
 //! The sender does so when the last byte is in, the receiver when the first byte is about to be taken out.
 //!
-//! Messages of a relay are outside of the budget. In a save, all those that it will pass on arrive before it sends any.
-//! In a load, those that it passes on wait until the others of their window were sent ([`crate::share`]), and the next
-//! ones wait until these were sent, too. So they have few bytes.
+//! Messages of a relay do not count in the budget. In a save, all messages that it will pass on arrive before it sends
+//! any. In a load, messages that it passes on wait until the other messages of their window are sent
+//! ([`crate::share`]), and those of the next window wait until these are sent, too. So they hold few bytes.
 //!
 //! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
@@ -27,15 +27,15 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
-/// Bytes of the checksum after those of a message.
+/// The number of bytes of the checksum after a message.
 const SUM: usize = 8;
-/// Bytes of buffers in each direction.
+/// The number of bytes of buffers in each direction.
 pub const BUDGET: u64 = 64 << 20;
 /// Bytes of free buffers that are kept for the next messages. The first touch of memory costs as much as sending it.
 const KEPT: usize = 16 << 20;
 
-/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it and
-/// passes the mail, from which it may copy bytes that have arrived ([`Mail::copy`]).
+/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls this
+/// function with the mail, from which it may copy bytes that have arrived ([`Mail::copy`]).
 pub type Fill = Box<dyn Fn(&Mail, usize, &mut [u8]) -> Result<u64> + Send + Sync>;
 
 /// A message in the list of its direction: the other rank, and the number of bytes without their checksum.
@@ -44,21 +44,21 @@ pub type Envelope = (u32, u64);
 /// Describes the bytes of an incoming message, given by number, for errors.
 pub type Contents = Box<dyn Fn(usize) -> String + Send + Sync>;
 
-/// Bytes that travel for a message of this many.
+/// The number of bytes that travel for a message of `bytes`.
 #[must_use]
 pub const fn on_the_way(bytes: u64) -> u64 {
     bytes + SUM as u64
 }
 
-/// See the module.
+/// The messages of one rank and their buffers. See the module.
 pub struct Mail {
     outgoing: Vec<Outgoing>,
     incoming: Vec<Envelope>,
     contents: Contents,
-    /// Without it, [`Mail::put`] fills the outgoing messages.
+    /// `None` if [`Mail::put`] fills the outgoing messages.
     fill: Option<Fill>,
     budget: u64,
-    /// The incoming messages before this one are outside of the budget.
+    /// Incoming messages before this one do not count in the budget.
     beyond: usize,
     state: Mutex<State>,
     changed: Condvar,
@@ -67,9 +67,9 @@ pub struct Mail {
 
 struct Outgoing {
     envelope: Envelope,
-    /// It belongs to a relay, is outside of the budget, and does not begin before this many others were sent.
+    /// Set for a message of a relay, which is outside of the budget. It begins after this many others were sent.
     after: Option<usize>,
-    /// Locked for as long as one piece is copied. Never locked by a thread that holds the lock of the state.
+    /// Locked while one piece is copied. A thread that holds the lock of the state must not lock it.
     buffer: Mutex<Vec<u8>>,
 }
 
@@ -81,16 +81,16 @@ struct State {
     lost: Option<(u32, String)>,
     outgoing: Vec<Out>,
     incoming: Vec<In>,
-    /// The first outgoing message that was not sent yet.
+    /// The first outgoing message that has not been sent.
     next: usize,
     /// The incoming messages before this one are admitted regardless of the budget.
     demanded: usize,
     /// Bytes of buffers.
     outgoing_held: u64,
     incoming_held: u64,
-    /// Calls of the function that fills messages, while they run.
+    /// The number of running calls of the function that fills messages.
     filling: usize,
-    /// Bytes that went and came.
+    /// Bytes that were sent and received.
     sent: u64,
     received: u64,
 }
@@ -98,7 +98,7 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Out {
     Away,
-    /// It has memory, and this many of its bytes have arrived.
+    /// The message has memory, and this many of its bytes are in it.
     Filling(u64),
     Full,
     Sent,
@@ -107,18 +107,18 @@ enum Out {
 enum In {
     Away,
     Admitted(Vec<u8>),
-    /// It is here, and this many of its bytes were not taken yet.
+    /// The message has arrived, and this many of its bytes have not been taken.
     Here(Arc<Arrived>, u64),
     Taken,
 }
 
-/// A message that is here.
+/// A message that has arrived.
 #[derive(Debug)]
 struct Arrived {
     bytes: Vec<u8>,
     /// The checksum that followed the bytes.
     sum: [u8; SUM],
-    /// The checksum of the bytes, once it has been requested.
+    /// The checksum of the received bytes, once it has been computed.
     found: OnceLock<u64>,
 }
 
@@ -127,7 +127,7 @@ struct Arrived {
 pub struct Received {
     mail: Arc<Mail>,
     message: usize,
-    /// Gone only while it is dropped.
+    /// `None` only while this is dropped.
     buffer: Option<Arc<Arrived>>,
     range: Range<usize>,
 }
@@ -145,7 +145,7 @@ impl Mail {
         Self::with_budget(outgoing, incoming, contents, fill, BUDGET)
     }
 
-    /// The same with another budget.
+    /// Like [`Self::new`], with another budget.
     #[must_use]
     pub(super) fn with_budget(
         outgoing: Vec<Envelope>,
@@ -185,8 +185,8 @@ impl Mail {
         }
     }
 
-    /// The same of a rank that relays messages: some outgoing ones, each with the number of others that are sent before it
-    /// is begun, and the incoming ones before number `first`.
+    /// The mail of a rank that relays messages. `outgoing` are the messages that it passes on, each with the number of
+    /// messages that are sent before it begins. The incoming messages before number `first` are to be passed on.
     #[must_use]
     pub(super) fn relaying(mut self, outgoing: impl Iterator<Item = (usize, usize)>, first: usize) -> Self {
         for (message, after) in outgoing {
@@ -195,7 +195,7 @@ impl Mail {
         Self { beyond: first, ..self }
     }
 
-    /// Bytes of the budget that an outgoing message takes.
+    /// The bytes of an outgoing message that count in the budget.
     fn going(&self, message: usize) -> u64 {
         let Outgoing { envelope, after, .. } = &self.outgoing[message];
         if after.is_none() { envelope.1 } else { 0 }
@@ -207,14 +207,14 @@ impl Mail {
         if let Some(after) = *after {
             return state.next >= after;
         }
-        // Those of the next one to be sent may come after these, unless it is of a relay: others send them.
+        // Bytes of the next message to be sent may come later, unless a relay passes it on: other ranks send them.
         let next = self.outgoing.get(state.next).is_none_or(|next| next.after.is_none());
         state.outgoing[message] != Out::Away
             || fits(state.outgoing_held, envelope.1, self.budget)
             || (next && state.outgoing.get(state.next) != Some(&Out::Full))
     }
 
-    /// Bytes of the budget that an incoming message takes.
+    /// The bytes of an incoming message that count in the budget.
     fn coming(&self, message: usize) -> u64 {
         if message < self.beyond { 0 } else { self.incoming[message].1 }
     }
@@ -229,7 +229,7 @@ impl Mail {
         self.incoming.iter().copied()
     }
 
-    /// Leaves out messages, before any was packed or admitted: their receivers read the bytes elsewhere.
+    /// Leaves out messages whose receivers read the bytes elsewhere. Call it before any message is packed or admitted.
     pub(super) fn leave_out(
         &self,
         outgoing: impl Iterator<Item = usize>,
@@ -253,7 +253,7 @@ impl Mail {
         ]
     }
 
-    /// Bytes of messages that were sent, and that arrived.
+    /// The bytes of messages that were sent, and of messages that arrived.
     #[must_use]
     pub fn moved(&self) -> (u64, u64) {
         let state = lock(&self.state);
@@ -267,27 +267,27 @@ impl Mail {
         self.changed.notify_all();
     }
 
-    /// The rank whose message was altered on its way, if any, and what is wrong with the message.
+    /// The rank whose message was altered on its way, and what is wrong with the message; `None` if there is none.
     #[must_use]
     pub fn altered(&self) -> Option<(u32, String)> {
         lock(&self.state).altered.clone()
     }
 
-    /// Stops it because memory of a rank cannot be read. Returns the error for the reader of that memory.
+    /// Stops the mail because memory of a rank cannot be read. Returns the error for the reader of that memory.
     pub(super) fn lose(&self, peer: u32, why: &str) -> Error {
         lock(&self.state).lost.get_or_insert_with(|| (peer, why.to_owned()));
         self.stop(why);
         Error::Stopped(why.to_owned())
     }
 
-    /// The rank whose memory could not be read, and why, if there is one.
+    /// The rank whose memory could not be read, and why; `None` if there is none.
     #[must_use]
     pub fn lost(&self) -> Option<(u32, String)> {
         lock(&self.state).lost.clone()
     }
 
-    /// Stops it and waits for the function that fills messages, which is not called again. So the memory that the
-    /// function reads is free when this returns.
+    /// Stops the mail and waits until the function that fills messages returns. It is not called again. So the memory
+    /// that the function reads is free when this returns.
     pub fn end(&self, why: &str) {
         self.stop(why);
         let mut state = lock(&self.state);
@@ -296,8 +296,8 @@ impl Mail {
         }
     }
 
-    /// Waits until all bytes of an outgoing message have arrived. Returns the address of the first one. They, and their
-    /// checksum behind them, stay there until [`Mail::sent`].
+    /// Waits until all bytes of an outgoing message are in it. Returns the address of the first byte. The bytes, and
+    /// the checksum after them, stay there until [`Mail::sent`].
     pub fn pack(&self, message: usize) -> Result<usize> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let bytes = outgoing.envelope.1;
@@ -330,7 +330,7 @@ impl Mail {
         Ok(address)
     }
 
-    /// Puts `len` bytes into an outgoing message, from `start` on; `copy` gets their place and fills it. Waits until the
+    /// Puts `len` bytes into an outgoing message, from `start` on: calls `copy` with their place. Waits until the
     /// budget allows it. No byte may be put in twice.
     pub fn put(&self, message: usize, start: u64, len: u64, copy: impl FnOnce(&mut [u8])) -> Result<()> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -379,7 +379,7 @@ impl Mail {
         Ok(())
     }
 
-    /// Notes that an outgoing message was sent. Its buffer is freed.
+    /// Records that an outgoing message was sent, and frees its buffer.
     pub fn sent(&self, message: usize) -> Result<()> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let bytes = outgoing.envelope.1;
@@ -397,8 +397,8 @@ impl Mail {
         Ok(())
     }
 
-    /// Waits until the budget allows an incoming message, or until a worker waits for it or for one after it. Returns
-    /// the address of the memory for its bytes.
+    /// Waits until the budget allows an incoming message, or until a worker waits for it or a later one. Returns the
+    /// address of the memory for its bytes.
     pub fn admit(&self, message: usize) -> Result<usize> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let held = self.coming(message);
@@ -414,11 +414,11 @@ impl Mail {
         Ok(address)
     }
 
-    /// Notes that the bytes of an incoming message have arrived.
+    /// Records that the bytes of an incoming message have arrived.
     pub fn arrived(&self, message: usize) -> Result<()> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let mut buffer = match &mut lock(&self.state).incoming[message] {
-            // Its length is above zero until it is taken here.
+            // The buffer is not empty until it is taken here.
             In::Admitted(buffer) if !buffer.is_empty() => std::mem::take(buffer),
             _ => return Err(Error::Misused("this message was not admitted, or is here already")),
         };
@@ -427,7 +427,7 @@ impl Mail {
         buffer.truncate(bytes as usize);
         let arrived = Arrived { bytes: buffer, sum, found: OnceLock::new() };
         if bytes == 0 {
-            // It has no bytes to take.
+            // The message has no bytes to take, so it is compared now.
             self.compare(message, &arrived)?;
         }
         let mut state = lock(&self.state);
@@ -437,7 +437,7 @@ impl Mail {
         Ok(())
     }
 
-    /// Whether all of these incoming messages are here. If not, they and those before them are admitted from now on.
+    /// Whether all of these incoming messages have arrived. If not, they and all earlier ones are admitted from now on.
     pub fn are_here(&self, messages: impl IntoIterator<Item = usize>) -> Result<bool> {
         let mut state = lock(&self.state);
         if let Some(why) = &state.stopped {
@@ -470,15 +470,15 @@ impl Mail {
         Err(Error::Altered(why))
     }
 
-    /// Waits for bytes of an incoming message, and compares it with its checksum. The message and those before it are
-    /// admitted meanwhile. Each byte can be taken once, and all must be.
+    /// Waits for bytes of an incoming message, and compares the message with its checksum. Meanwhile, the message and
+    /// all earlier ones are admitted. Each byte must be taken exactly once.
     pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {
         let buffer = Some(self.here(message, &range)?);
         let range = range.start as usize..range.end as usize;
         Ok(Received { mail: Arc::clone(self), message, buffer, range })
     }
 
-    /// Takes bytes of an incoming message, from `start` on, as [`Self::take`] does, into `to`.
+    /// Copies bytes of an incoming message, from `start` on, to `to`, and counts them as taken, like [`Self::take`].
     pub fn copy(&self, message: usize, start: u64, to: &mut [u8]) -> Result<()> {
         let arrived = self.here(message, &(start..start + to.len() as u64))?;
         to.copy_from_slice(&arrived.bytes[start as usize..][..to.len()]);
@@ -510,7 +510,7 @@ impl Mail {
         Ok(arrived)
     }
 
-    /// Notes that bytes of an incoming message were taken. They are not read again.
+    /// Records that bytes of an incoming message were taken. They are not read again.
     fn took(&self, message: usize, bytes: u64) {
         let mut state = lock(&self.state);
         let slot = &mut state.incoming[message];
@@ -558,7 +558,7 @@ impl Mail {
         buffer
     }
 
-    /// Gives a buffer back.
+    /// Keeps a buffer for reuse.
     fn give(&self, buffer: Vec<u8>) {
         let mut free = lock(&self.free);
         let kept: usize = free.iter().map(Vec::capacity).sum();
@@ -571,7 +571,7 @@ impl Mail {
 const NO_SUCH: &str = "there is no message of this number";
 const TWICE: &str = "bytes were put into this message twice";
 
-/// Whether `bytes` more fit in the budget. One message always does.
+/// Whether `bytes` more bytes fit in the budget. A single message always fits.
 fn fits(held: u64, bytes: u64, budget: u64) -> bool {
     held == 0 || held + bytes <= budget
 }
@@ -587,21 +587,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl State {
-    /// Goes on to the first outgoing message that was not sent yet.
+    /// Advances to the first outgoing message that has not been sent.
     fn pass(&mut self) {
         while self.outgoing.get(self.next) == Some(&Out::Sent) {
             self.next += 1;
         }
     }
 
-    /// Whether an incoming message of `bytes` can have memory.
+    /// Whether an incoming message of `bytes` may have memory.
     fn may_admit(&self, message: usize, bytes: u64, budget: u64) -> bool {
         fits(self.incoming_held, bytes, budget) || message < self.demanded
     }
 }
 
 impl Out {
-    /// An error unless it is complete and was not sent yet.
+    /// Fails unless the message is complete and has not been sent.
     fn unsent(self) -> Result<()> {
         if self == Self::Full {
             Ok(())
@@ -610,14 +610,14 @@ impl Out {
         }
     }
 
-    /// Whether all bytes are, or were, there.
+    /// Whether all bytes are, or were, in the message.
     fn is_complete(self) -> bool {
         matches!(self, Self::Full | Self::Sent)
     }
 }
 
 impl In {
-    /// Whether it arrived.
+    /// Whether the message has arrived.
     fn is_here(&self) -> bool {
         matches!(self, Self::Here(..) | Self::Taken)
     }
@@ -642,7 +642,7 @@ impl Deref for Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // Before it counts as taken: the last one to be counted must be the last to hold the buffer.
+        // The buffer goes first: the last owner to be counted as done must be the last one with a reference to it.
         self.buffer = None;
         self.mail.took(self.message, self.range.len() as u64);
     }

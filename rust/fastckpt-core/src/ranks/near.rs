@@ -1,4 +1,4 @@
-//! Ranks of one host: one reads the memory of another directly, and no message has those bytes.
+//! Ranks of one host: a rank reads the memory of another one directly, so no message carries those bytes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -12,11 +12,11 @@ use crate::sys::remote;
 /// The address of each part that a rank gives to another rank, by tensor and number.
 type Addresses = HashMap<(usize, u32), u64>;
 
-/// The ranks whose memory this one reads: the process of each, and its parts.
+/// The ranks whose memory this rank reads: the process of each, and the addresses of its parts.
 #[derive(Debug, Default)]
 pub(super) struct Near(HashMap<u32, (u32, Addresses)>);
 
-/// The fewest bytes of a row that cost less to copy through the kernel than to send.
+/// The shortest row that costs less to copy through the kernel than to send.
 const LEAST_ROW: u64 = 256;
 
 /// Whether all bytes of a message are in its sender's memory, in rows that are long enough.
@@ -32,19 +32,19 @@ fn parts(messages: &[Message], peer: u32) -> BTreeSet<(usize, u32)> {
     between.flat_map(|message| &message.items).map(|item| (item.tensor, item.part)).collect()
 }
 
-/// How many addresses `peer` gives for `messages`.
+/// The number of addresses that `peer` gives for `messages`.
 pub(super) fn expected(messages: &[Message], peer: u32) -> usize {
     parts(messages, peer).len()
 }
 
-/// The addresses of the parts in `messages` to `peer`; zeros if another process cannot read a part.
+/// The addresses of the parts in `messages` to `peer`, or zeros if another process cannot read one of the parts.
 pub(super) fn addresses(messages: &[Message], peer: u32, held: &Held) -> Vec<u64> {
     let parts = parts(messages, peer);
     let all: Option<Vec<_>> = parts.iter().map(|part| held.address(*part)).collect();
     all.unwrap_or_else(|| vec![0; parts.len()])
 }
 
-/// The numbers of those of `messages` that do not travel, since `peers` read their bytes.
+/// The numbers of the `messages` that do not travel because `peers` read their bytes.
 pub(super) fn left_out(
     messages: &[Message],
     peers: impl Fn(u32) -> bool + Clone,
@@ -54,7 +54,7 @@ pub(super) fn left_out(
 }
 
 impl Near {
-    /// Adds a rank: its process, and the addresses that it gives for `messages`.
+    /// Adds a rank: its process, and the addresses that the rank gives for `messages`.
     pub(super) fn add(&mut self, peer: u32, process: u32, messages: &[Message], addresses: &[u64]) {
         let parts = parts(messages, peer);
         if !parts.is_empty() && parts.len() == addresses.len() {
@@ -67,12 +67,12 @@ impl Near {
         self.0.contains_key(&peer)
     }
 
-    /// Whether it has the bytes of a message.
+    /// Whether the bytes of a message are read directly.
     pub(super) fn brings(&self, message: &Message) -> bool {
         self.has(message.peer) && is_memory(message)
     }
 
-    /// Reads an item of a rank to its places in `to`, which begins at byte `start` of the tensor.
+    /// Reads an item from a rank's memory to its places in `to`, which begins at byte `start` of the tensor.
     pub(super) fn read(
         &self,
         peer: u32,

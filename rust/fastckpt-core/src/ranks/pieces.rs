@@ -1,4 +1,4 @@
-//! The checksums of the ranges that ranks wrote, as they travel to the coordinator, and those of the manifest.
+//! The checksums of the ranges that ranks wrote, as sent to the coordinator, and the checksums of the manifest.
 
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
@@ -8,10 +8,10 @@ use crate::format::manifest::TensorEntry;
 use crate::save::{tensor_entry, whole_xz};
 use crate::share::Piece;
 
-/// Bytes of a piece on its way.
+/// The number of bytes of an encoded piece.
 const SIZE: usize = 36;
 
-/// The pieces as bytes.
+/// Encodes the pieces.
 #[must_use]
 pub fn encode(pieces: &[Piece]) -> Vec<u8> {
     let mut all = Vec::with_capacity(pieces.len() * SIZE);
@@ -51,7 +51,7 @@ pub(super) fn whole_shard(shard: &Shard, block_size: u64, sums: &[Vec<Pair>]) ->
     crc
 }
 
-/// The manifest's entry for a tensor at this place, given the checksums of its extents.
+/// The manifest's entry for a tensor at `place`, given the checksums of its extents.
 pub(super) fn entry(tensor: &TensorSpec, place: (usize, u64), block_size: u64, sums: &[Pair]) -> TensorEntry {
     let placement = Placement { tensor: 0, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
     let xz = whole_xz(placement, block_size, sums.iter().map(|sum| sum.xz));

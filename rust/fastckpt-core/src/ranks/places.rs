@@ -14,14 +14,14 @@ use crate::sys::strided::{Rows, Strided};
 pub enum Place {
     /// Host memory.
     Memory(Array),
-    /// Elsewhere, handed over in pieces that are counted in the part.
+    /// Elsewhere: bytes are handed over in pieces. Their offsets are counted in the part.
     Push(Push),
 }
 
 /// The places of a rank, by tensor and part.
 pub type Places = HashMap<(usize, u32), Place>;
 
-/// Bytes of a message that a callback takes: its number, and the first byte there.
+/// Bytes of a message for a callback: the callback, their first byte in the part, and the bytes.
 pub(super) type Due<'a> = (Push, u64, &'a [u8]);
 
 /// The destination of one item.
@@ -30,12 +30,12 @@ pub(super) enum Slot {
     Push(Push, Arc<Rows>, u64),
 }
 
-/// A place for each of `items`, in their order. Each item belongs to one rank's own parts, and no byte is in two of
-/// them.
+/// A place for each of `items`, in their order. Each item belongs to one of the rank's own parts, and no byte is in two
+/// items.
 pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item>) -> Result<Vec<Slot>> {
     let items: Vec<_> = items.collect();
     let mut order: Vec<usize> = (0..items.len()).collect();
-    // Items of one box follow each other.
+    // Sorts items of one box next to each other.
     let key =
         |item: &Item| (item.tensor, item.part, Arc::as_ptr(&item.rows).addr(), item.base, item.bytes.start);
     order.sort_by_key(|&at| key(items[at]));
@@ -70,7 +70,7 @@ fn no_place(Item { tensor, part, .. }: &Item) -> Error {
 }
 
 impl Slot {
-    /// The bytes of an item to read here, which are all or fewer of its `range` of the tensor, and where they go.
+    /// The bytes of an item to read here, which are all or a part of its `range`, and their destination.
     pub(super) fn destination(self, range: Range<u64>) -> (Range<u64>, Destination) {
         let destination = match self {
             Self::Memory(rows) => {
@@ -85,8 +85,8 @@ impl Slot {
         (range, destination)
     }
 
-    /// Takes the bytes of an item, one after another as a message has them, or notes them in `due` for a callback. Returns
-    /// the number of bytes copied.
+    /// Takes the bytes of an item, in the order in which a message has them, or records them in `due` for a callback.
+    /// Returns the number of bytes copied.
     pub(super) fn unpack<'a>(self, range: Range<u64>, mut bytes: &'a [u8], due: &mut Vec<Due<'a>>) -> u64 {
         match self {
             Self::Memory(mut rows) => {

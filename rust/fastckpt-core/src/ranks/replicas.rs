@@ -1,4 +1,4 @@
-//! Compares the copies of tensors that several ranks hold: each sums its own, and nothing else travels.
+//! Compares the copies of tensors that several ranks hold: each rank sums its own copy, and only the sums travel.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::share::{Copied, Depth, Item};
 
-/// Returns the sum of all bytes of a part, by tensor and part: `None` if only the host can sum them.
+/// Returns the sum of all bytes of a part, given by tensor and part; `None` if only the host can sum them.
 pub type SumOf<'a> = &'a mut (dyn FnMut(usize, u32) -> Result<Option<u64>> + 'a);
 
 /// Parts of fewer bytes are always summed by the host: a sum on a device takes many steps.
@@ -28,9 +28,9 @@ pub struct Replicas {
 /// The combined sum of all cells that the same ranks hold, found by one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
-    /// A number for the ranks.
+    /// The number that identifies these ranks.
     pub holders: u64,
-    /// Its ranks.
+    /// The number of these ranks.
     pub size: usize,
     /// The sum of the sums.
     pub sum: u64,
@@ -90,7 +90,7 @@ impl Replicas {
         Ok(Self { cells, sums, holders })
     }
 
-    /// The combined sums of the cells, by their ranks.
+    /// For each set of ranks, the combined sum of the cells that they hold.
     #[must_use]
     pub fn digests(&self) -> Vec<Digest> {
         let mut told = vec![Vec::new(); self.holders.len()];
@@ -111,7 +111,7 @@ impl Replicas {
             .collect()
     }
 
-    /// The cells of ranks with these numbers.
+    /// The cells that the ranks with these numbers hold.
     #[must_use]
     pub fn of_holders(&self, numbers: &[u64]) -> Vec<Cell> {
         let wanted = |holders: usize| numbers.contains(&number(&self.holders[holders]));
@@ -123,7 +123,7 @@ impl Replicas {
         cells.map(|(cell, &sum)| (cell.holders, (cell.tensor, cell.start, cell.cell, sum)))
     }
 
-    /// Up to about `most` of the bytes of a cell that were compared: the same at all ranks that hold it.
+    /// Up to about `most` of the compared bytes of a cell. All ranks that hold the cell return the same bytes.
     pub(super) fn bytes(
         &self,
         held: &Held,
@@ -149,7 +149,7 @@ impl Replicas {
     }
 }
 
-/// A number for ranks that all of them know.
+/// A number that identifies a set of ranks, and that each of them can compute.
 fn number(ranks: &[u32]) -> u64 {
     checksum::of(&ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<_>>())
 }

@@ -1,6 +1,6 @@
-//! The save of one rank. All ranks have the same [`Table`]. One of them, the coordinator, creates the workspace and
-//! commits. The others join it. All allocate the files, each its share. Then each writes its ranges of the shards, and
-//! makes them durable, while its [`Mail`] exchanges the bytes that one rank has and another one writes.
+//! The save of one rank. All ranks have the same [`Table`]. The coordinator creates the workspace and commits, and the
+//! other ranks join the workspace. Each rank allocates its share of the files. Then it writes its ranges of the shards
+//! and makes them durable, while its [`Mail`] exchanges the bytes that one rank has and another one writes.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -36,7 +36,7 @@ use crate::share::Piece;
 use crate::share::{Depth, Duties, Message, Purpose};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
-/// The coordinator's facts when all ranks have written.
+/// What the coordinator passes to the commit after all ranks have written.
 #[derive(Debug)]
 pub struct Commit<'a> {
     /// The checksums of all ranks.
@@ -45,7 +45,7 @@ pub struct Commit<'a> {
     pub structure: &'a str,
     /// The caller's metadata: also a JSON array of tokens.
     pub metadata: &'a str,
-    /// The states that ranks saved for themselves, likewise; empty if there are none.
+    /// The states that ranks saved for themselves, also a JSON array of tokens; empty if there are none.
     pub per_rank: &'a str,
     /// Further files for the checkpoint's directory, by name and content.
     pub files: &'a [(&'a str, &'a [u8])],
@@ -58,23 +58,23 @@ pub struct Commit<'a> {
 struct Open {
     workspace: Workspace,
     operation: Operation,
-    /// When it began, in seconds since 1970.
+    /// When the save began, in seconds since 1970.
     created: f64,
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// Before writing.
+    /// The rank has not created or joined the workspace yet.
     New(Ranges),
     Open(Open, Ranges),
-    /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
-    /// would take its absence for a failure of their own.
+    /// The rank has written. The checksums are `None` if it failed. The workspace stays even then, because other
+    /// ranks may still write to it, and would take its absence for a failure of their own.
     Written(Open, Option<Vec<Piece>>),
-    /// It was committed or closed, or another step failed.
+    /// The save was committed or closed, or another step failed.
     Ended,
 }
 
-/// See the module. Each method refuses while another one runs, except [`RankSave::close`], which stops it.
+/// The save of one rank. A method refuses while another method runs, except [`RankSave::close`], which stops it.
 #[derive(Debug)]
 pub struct RankSave {
     table: Arc<Table>,
@@ -85,21 +85,21 @@ pub struct RankSave {
     options: Options,
     closing: AtomicBool,
     stage: Mutex<Stage>,
-    /// The files that the coordinator has linked, and its workspace if that is made.
+    /// The files that the coordinator has linked, and its workspace if it has been created.
     prepared: Mutex<Prepared>,
     /// The checkpoint that the coordinator has replaced.
     displaced: Mutex<Option<Displaced>>,
 }
 
-/// Bytes that the ranks of a node have in flight together on storage that other nodes use, too: 10 ms of 100 GB/s.
+/// Bytes that the ranks of a node together have in flight on storage that other nodes also use: 10 ms at 100 GB/s.
 const IN_FLIGHT: u64 = 1 << 30;
 
-/// Bytes that a rank has in flight, at most: its share, unless this machine alone has the storage.
+/// The maximum number of bytes that a rank has in flight: its share, unless only this machine uses the storage.
 fn in_flight(options: &Options, reach: Reach) -> Option<u64> {
     (reach != Reach::Machine).then(|| IN_FLIGHT / options.ranks().local.max(1) as u64)
 }
 
-/// The messages of a rank, which are packed from its parts.
+/// The mail of a rank. Its messages are packed from the rank's parts.
 fn mail(table: &Arc<Table>, duties: &Arc<Duties>, held: &Arc<Held>) -> Mail {
     let envelopes = |messages: &[&Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
     let fill: Fill = {
@@ -126,8 +126,8 @@ const IN_USE: &str = "the save of this rank is in use";
 const ORDER: &str = "create or join once, then write once, then commit";
 
 impl RankSave {
-    /// The save of `rank`, which holds `held` in its memory. Refuses parts that differ from the table. `base` made the
-    /// table, if it links files: the coordinator's has them.
+    /// The save of `rank`, whose memory is `held`. Refuses parts that differ from the table. If files are linked,
+    /// `base` made the table, and the coordinator's `base` has the linked files.
     pub fn new(
         table: Arc<Table>,
         rank: u32,
@@ -151,7 +151,7 @@ impl RankSave {
         self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its messages.
+    /// The mail of this rank.
     #[must_use]
     pub const fn mail(&self) -> &Arc<Mail> {
         &self.mail
@@ -165,8 +165,7 @@ impl RankSave {
         }
     }
 
-    /// Runs `step`, which puts the next stage in the place of the one that it gets. An error ends the save, and stops
-    /// its mail.
+    /// Runs `step`, which replaces the current stage with the next one. An error ends the save, and stops its mail.
     fn step<T>(&self, step: impl FnOnce(Stage, &mut Stage) -> Result<T>) -> Result<T> {
         let mut stage = self.stage()?;
         let before = std::mem::replace(&mut *stage, Stage::Ended);
@@ -180,20 +179,20 @@ impl RankSave {
         Ok(Open { workspace, operation, created })
     }
 
-    /// Sums the cells that this rank and others hold; `sum_of` is called for whole parts that are not in host memory.
+    /// Sums the cells that this rank and other ranks hold. Calls `sum_of` for whole parts that are not in host memory.
     pub fn replicas(&self, depth: Depth, sum_of: SumOf<'_>, progress: Progress<'_>) -> Result<Replicas> {
         let progress = &mut self.until_closed(progress);
         Replicas::new(&self.table, self.rank, &self.held, (depth, sum_of), &self.options, progress)
     }
 
-    /// Up to about `most` bytes of a cell of `replicas`, given by tensor, first byte and number: the same at all ranks
-    /// that hold it.
+    /// Up to about `most` bytes of a cell of `replicas`, given by tensor, first byte and number. All ranks that hold
+    /// the cell return the same bytes.
     pub fn compared(&self, replicas: &Replicas, cell: (usize, u64, u32), most: u64) -> Result<Vec<u8>> {
         replicas.bytes(&self.held, cell, most)
     }
 
-    /// Refuses a state whose manifest would be too large, or texts that are none. For the coordinator, before anybody
-    /// writes.
+    /// Refuses a state whose manifest would be too large, and texts that are not JSON arrays of tokens. For the
+    /// coordinator, before any rank writes.
     pub fn check(&self, structure: &str, metadata: &str, per_rank: &str) -> Result<()> {
         let Table { plan, tensors, .. } = &*self.table;
         let texts = [structure, metadata, per_rank];
@@ -201,8 +200,8 @@ impl RankSave {
         check_size(plan, tensors, texts, MAX_BYTES)
     }
 
-    /// For the coordinator: makes the workspace, with the files that it has linked and its share of the others. Returns
-    /// its name, for the other ranks to join.
+    /// For the coordinator: creates the workspace, with its linked files and its share of the other files. Returns the
+    /// workspace's name, for the other ranks to join.
     pub fn create(&self, path: &Path, overwrite: bool, progress: Progress<'_>) -> Result<OsString> {
         self.step(|stage, next| {
             let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
@@ -217,7 +216,7 @@ impl RankSave {
         })
     }
 
-    /// For all others: opens the workspace called `name` that the coordinator made for `path`.
+    /// For all other ranks: opens the workspace `name` that the coordinator created for `path`.
     pub fn join(&self, path: &Path, name: &OsStr) -> Result<()> {
         self.step(|stage, next| {
             let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
@@ -226,7 +225,7 @@ impl RankSave {
         })
     }
 
-    /// For all others, once they have joined: allocates their shares. All ranks must have done so before one writes.
+    /// For all other ranks, after they have joined: allocates their shares. All must do so before any rank writes.
     pub fn allocate(&self, progress: Progress<'_>) -> Result<()> {
         self.step(|stage, next| {
             let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
@@ -237,8 +236,8 @@ impl RankSave {
         })
     }
 
-    /// Creates this rank's share of the files, with their final sizes. The shares have equally many files. If there are
-    /// fewer files than ranks, the ranks that have one are equally far apart, and so on different hosts.
+    /// Creates this rank's share of the files, with their final sizes. All shares have about the same number of files.
+    /// If there are fewer files than ranks, the ranks with a file are evenly spaced, and therefore on different hosts.
     fn allocate_own(&self, workspace: &Workspace, progress: Progress<'_>) -> Result<()> {
         let (rank, ranks) = (self.rank as usize, self.table.share.ranks() as usize);
         let written = self.table.plan.written();
@@ -247,8 +246,8 @@ impl RankSave {
         allocate(own.map(|(_, shard)| shard), workspace, &mut self.until_closed(progress))
     }
 
-    /// For the ranks `mates` of its host: the addresses of the parts that each of them reads in this one's memory, and how
-    /// many such addresses this one gets from it. Zeros: the bytes go by messages.
+    /// For each of the ranks `mates` of this host: the addresses of the parts that it reads in this rank's memory, and
+    /// the number of addresses that this rank gets from it. If they are zeros, the bytes go by messages.
     #[must_use]
     pub fn addresses(&self, mates: &[u32]) -> Vec<(u32, Vec<u64>, usize)> {
         let Duties { boxes, io, .. } = &*self.duties;
@@ -256,9 +255,9 @@ impl RankSave {
         mates.iter().map(each).collect()
     }
 
-    /// Has bytes between ranks of its host go by no messages. `given` are the ranks that read this one's memory;
-    /// `taken` are those whose memory this one reads, each with its process and the addresses that it gave. Before the
-    /// messages travel. Returns the bytes that this one reads.
+    /// Makes ranks of the same host read bytes directly instead of by messages. `given` are the ranks that read this
+    /// rank's memory. `taken` are the ranks whose memory this rank reads, each with its process and the addresses that
+    /// it gave. Call this before messages travel. Returns the number of bytes that this rank reads.
     pub fn share(&self, given: &HashSet<u32>, taken: &[(u32, u32, Vec<u64>)]) -> Result<u64> {
         self.step(|mut stage, next| {
             let (Stage::New(work) | Stage::Open(_, work)) = &mut stage else {
@@ -281,8 +280,8 @@ impl RankSave {
         })
     }
 
-    /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. Bytes that other
-    /// ranks need from this one may still be on their way when this returns.
+    /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for these ranges. Bytes that
+    /// other ranks need from this rank may still be on their way when this returns.
     pub fn write(&self, progress: Progress<'_>) -> Result<Report> {
         self.step(|stage, next| {
             let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
@@ -325,7 +324,7 @@ impl RankSave {
         Ok((report, work.pieces()))
     }
 
-    /// Bytes that this rank sends to others, and that it receives.
+    /// The number of bytes that this rank sends to others, and the number that it receives.
     #[must_use]
     pub fn exchanged(&self) -> (u64, u64) {
         let sum = |messages: &[&Message]| messages.iter().map(|message| message.bytes).sum();
@@ -333,7 +332,7 @@ impl RankSave {
         (sum(&outgoing), sum(&incoming))
     }
 
-    /// The ranks that this one exchanges bytes with, the ranks of a team, and the bytes of a grain.
+    /// The number of ranks with which this rank exchanges bytes, the ranks of a team, and the bytes of a grain.
     pub fn teams(&self) -> Result<(usize, u32, u64)> {
         let (outgoing, incoming) = self.duties.lanes(Purpose::Save);
         let peers: HashSet<u32> = outgoing.iter().chain(&incoming).map(|message| message.peer).collect();
@@ -348,10 +347,10 @@ impl RankSave {
         }
     }
 
-    /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
-    /// gives it the checkpoint's name. Until then a failure leaves the old checkpoint unchanged. [`Self::close`]
-    /// removes the replaced checkpoint; the coordinator calls it when all ranks know that the new one is there, because
-    /// removal may take long.
+    /// For the coordinator, after all ranks have written: checks that they wrote every byte, completes the workspace
+    /// and gives it the checkpoint's name. Until then, a failure leaves the old checkpoint unchanged. [`Self::close`]
+    /// removes the replaced checkpoint. The coordinator calls it after all ranks know that the new one is there,
+    /// because removal may take long.
     pub fn commit(&self, commit: Commit<'_>, progress: Progress<'_>) -> Result<Committed> {
         self.step(|stage, _| {
             let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
@@ -393,20 +392,20 @@ impl RankSave {
         Ok(Committed { seconds: begin.elapsed().as_secs_f64(), ..committed })
     }
 
-    /// A `progress` that also ends an operation when the save is closed.
+    /// A `progress` that also ends the operation when the save is closed.
     fn until_closed<'a>(&'a self, progress: Progress<'a>) -> impl FnMut(u64, u64) -> bool + 'a {
         |done, total| !self.closing.load(Ordering::Relaxed) && progress(done, total)
     }
 
-    /// Has all threads and the mail stop.
+    /// Stops all threads and the mail.
     pub fn stop(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");
     }
 
-    /// Ends the save: stops it, and leaves the workspace; the coordinator's is removed, unless it was committed, and then
-    /// the replaced checkpoint is. Nothing reads this rank's memory when this returns. `committed` is whether the
-    /// coordinator did, for the live counters.
+    /// Ends the save: stops it and leaves the workspace. The coordinator's workspace is removed if it was not
+    /// committed; if it was, the replaced checkpoint is removed. When this returns, nothing reads this rank's memory
+    /// any more. `committed` is whether the coordinator has committed, for the live counters.
     pub fn close(&self, committed: bool) {
         self.stop();
         self.prepared().workspace = None;

@@ -1,7 +1,7 @@
-//! The findings of ranks about the tensors of a base, each in its own memory, and their combined meaning.
+//! What ranks find about the tensors of a base, each in its own memory, and how the findings are combined.
 //!
-//! Nothing but checksums travels. A CRC is linear, apart from a constant: the CRC of an extent is the sum (xor) of the
-//! contributions of its bytes, wherever these are. So each rank sums its bytes with zeros in the place of all others,
+//! Only checksums travel. A CRC is linear, apart from a constant: the CRC of an extent is the sum (xor) of the
+//! contributions of its bytes, wherever these are. So each rank sums its bytes with zeros in place of all other bytes,
 //! and the parts add up in any order, however a tensor is cut.
 
 use std::collections::BTreeMap;
@@ -16,13 +16,13 @@ use crate::save::compare::counterparts;
 /// The findings about one tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Found {
-    /// An extent that one rank has whole differs.
+    /// Whether an extent that one rank has whole differs.
     pub(super) changed: bool,
-    /// The bytes that were summed.
+    /// The number of bytes that were summed.
     pub(super) bytes: u64,
-    /// Their contribution to the second checksum of the tensor.
+    /// The contribution of these bytes to the second checksum of the tensor.
     pub(super) xz: u64,
-    /// Their contributions to the first checksums of extents that no rank has whole, by number.
+    /// For extents that no rank has whole, by number: the contributions of these bytes to the first checksum.
     pub(super) extents: BTreeMap<u64, u64>,
 }
 
@@ -36,7 +36,7 @@ impl Sums {
         self.0.entry(tensor as u32).or_default()
     }
 
-    /// Adds the findings of others, about other bytes.
+    /// Adds the findings of other ranks, which are about other bytes.
     pub fn add(&mut self, others: Self) {
         for (tensor, other) in others.0 {
             let found = self.0.entry(tensor).or_default();
@@ -48,7 +48,7 @@ impl Sums {
             }
         }
         for found in self.0.values_mut().filter(|found| found.changed) {
-            // No other fact about it matters.
+            // All other findings about this tensor are irrelevant.
             *found = Found { changed: true, ..Found::default() };
         }
     }
@@ -79,13 +79,13 @@ impl Sums {
         same
     }
 
-    /// As bytes.
+    /// The findings as bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut all = Vec::new();
         for (tensor, Found { changed, bytes, xz, extents }) in &self.0 {
             all.extend(tensor.to_le_bytes());
-            // A tensor that has changed has no other facts.
+            // A tensor that has changed has no other findings.
             all.extend(if *changed { u32::MAX } else { extents.len() as u32 }.to_le_bytes());
             if !changed {
                 let numbers = extents.iter().flat_map(|(number, sum)| [*number, *sum]);

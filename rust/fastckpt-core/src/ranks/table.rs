@@ -1,4 +1,4 @@
-//! The common knowledge of all ranks of a save: the tensors, the layout of their files, and their parts of them.
+//! What all ranks of a save have in common: the tensors, the layout of the files, and the ranks' parts of the tensors.
 
 use crate::error::{Error, Result};
 use crate::format::groups::Group;
@@ -11,9 +11,9 @@ use crate::share::{self, Share, Spread};
 pub struct Table {
     /// The tensors.
     pub tensors: Vec<TensorSpec>,
-    /// The layout of their files.
+    /// The layout of the files.
     pub plan: Plan,
-    /// Which ranks have which boxes of them.
+    /// Which ranks have which boxes of the tensors.
     pub share: Share,
     /// The inputs of the layout: the groups, the sizes, and for each tensor whether it is declared unchanging.
     groups: Vec<Group>,
@@ -22,8 +22,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` gives for each
-    /// whether it stays unchanged in later saves, and may be empty.
+    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. For each tensor, `frozen`
+    /// is whether it stays unchanged in later saves. `frozen` may be empty.
     pub fn new(
         tensors: Vec<TensorSpec>,
         spread: Vec<Vec<u32>>,
@@ -50,7 +50,7 @@ impl Table {
         Ok(Self { tensors, plan, share, groups: groups.to_vec(), sizes, frozen: frozen.to_vec() })
     }
 
-    /// The same, but every byte of these tensors comes from the lowest rank that has it.
+    /// The same table, but every byte of these tensors comes from the lowest rank that has it.
     pub fn first(&self, tensors: impl Fn(usize) -> bool) -> Result<Self> {
         let share = self.share_of(&self.plan)?.first(tensors);
         Ok(self.with(self.plan.clone(), share))
@@ -63,7 +63,7 @@ impl Table {
         Ok(self.with(plan, share))
     }
 
-    /// The duties of all ranks for a plan of these tensors.
+    /// The share of the tensors in the files of `plan`.
     fn share_of(&self, plan: &Plan) -> Result<Share> {
         let linked = plan.shards.iter().enumerate().filter(|(_, shard)| shard.linked.is_some());
         let share = self.share.elsewhere(files(plan), &plan.places)?;
@@ -83,7 +83,7 @@ impl Table {
     }
 }
 
-/// The start of the data in each file, and its length.
+/// The start of the data in each file, and the length of the file.
 fn files(plan: &Plan) -> Vec<(u64, u64)> {
     plan.shards.iter().map(|shard| (shard.header.len() as u64, shard.bytes)).collect()
 }

@@ -22,22 +22,22 @@ use crate::sys::memory::Source;
 /// The source of the bytes of an item.
 #[derive(Debug)]
 enum From {
-    /// Own memory, contiguous.
+    /// The rank's own memory, contiguous.
     Run(Range<u64>),
-    /// Own memory, row by row.
+    /// The rank's own memory, row by row.
     Rows,
     /// A message.
     Message(Place),
 }
 
-/// The bytes of an item in an incoming message, given by number. What this rank relays comes first.
+/// The place of an item's bytes in an incoming message, given by number. Messages to relay are numbered first.
 #[derive(Debug)]
 struct Place {
     message: usize,
     at: u64,
 }
 
-/// Bytes of a unit from one source: an item by its number in the message, or among those of this rank.
+/// Bytes of a unit from one source. `item` is an index into the items of the message, or into those of this rank.
 #[derive(Debug)]
 struct Supply {
     item: usize,
@@ -53,12 +53,12 @@ impl Supply {
     }
 }
 
-/// The parts of a unit.
+/// The sources of a unit.
 #[derive(Debug)]
 struct Needs {
     unit: Unit,
     first_piece: usize,
-    /// In the order of the file.
+    /// The unit's supplies, in the order of the file.
     supplies: Range<usize>,
     /// Each message with bytes for the unit, and the range of these.
     messages: Vec<(usize, Range<u64>)>,
@@ -74,19 +74,19 @@ pub(super) struct Ranges {
     near: Box<Near>,
     units: Vec<Needs>,
     supplies: Vec<Supply>,
-    /// Bytes to write of each shard that has any.
+    /// The number of bytes to write of each shard that has any.
     bytes: BTreeMap<usize, u64>,
     /// Pieces of all units in order: shard, first byte and length.
     pieces: Vec<(usize, u64, u64)>,
     sums: Vec<[AtomicU64; 2]>,
     /// Number of tensors with bytes to write.
     tensors: usize,
-    /// The messages of each unit, from its first copy until it no longer needs them.
+    /// The messages of each unit, from the first copy out of them until the unit no longer needs them.
     taken: Vec<Mutex<Vec<Received>>>,
 }
 
 impl Ranges {
-    /// The work of the rank with these `duties`, which has `held`. Refuses duties in which a byte has no source.
+    /// The work of the rank with these `duties` and the memory `held`. Refuses duties in which a byte has no source.
     pub(super) fn new(
         table: &Arc<Table>,
         duties: &Arc<Duties>,
@@ -173,7 +173,7 @@ impl Ranges {
         self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on, reads from the memory of ranks of its host.
+    /// Makes the work read from the memory of ranks of the same host from now on.
     pub(super) fn read_near(&mut self, near: Near) {
         for needs in &mut self.units {
             let brought = |message: usize| {
@@ -185,7 +185,7 @@ impl Ranges {
         *self.near = near;
     }
 
-    /// Puts the bytes of an item in a message to their places in `to`, which begins at byte `start` of the tensor.
+    /// Copies the bytes of an item in a message to their places in `to`, which begins at byte `start` of the tensor.
     fn given(&self, number: usize, place: &Place, item: &Item, to: (&mut [u8], u64)) -> Result<()> {
         let message = &self.duties.io[place.message - self.duties.relays.len()];
         if !self.near.brings(message) {
@@ -231,19 +231,19 @@ impl Ranges {
         self.table.plan.places[tensor].1
     }
 
-    /// The callback for a supply, if its bytes are this rank's own and not in host memory.
+    /// The callback for a supply, if its bytes belong to this rank and are not in host memory.
     fn pulled(&self, item: &Item, from: &From) -> Option<&Pull> {
         if let From::Message(_) = from { None } else { self.held.pull(item) }
     }
 
-    /// The place of an item's bytes in those of a unit, and the first byte of the tensor there.
+    /// The part of a unit's `bytes` for an item, and the first byte of the tensor there.
     fn slot<'b>(&self, unit: &Unit, item: &Item, bytes: &'b mut [u8]) -> (&'b mut [u8], u64) {
         let at = (self.offset(item.tensor) + item.bytes.start - unit.start) as usize;
         let len = (item.bytes.end - item.bytes.start) as usize;
         (&mut bytes[at..at + len], item.bytes.start)
     }
 
-    /// The supplies of a unit for bytes of a tensor, and perhaps others.
+    /// The supplies of a unit for bytes of a tensor. There may be others among them.
     fn around(
         &self,
         number: usize,
@@ -293,8 +293,8 @@ fn cut(duties: &Duties, plan: &Plan) -> impl Iterator<Item = Unit> {
     })
 }
 
-/// The messages of a unit, and which of their bytes are for it. The items of a message are in the order of the file, so
-/// those of a unit are adjacent.
+/// The messages of a unit, and the bytes of each that are for it. The items of a message are in the order of the file,
+/// so the items for a unit are adjacent.
 fn messages(supplies: &[Supply], duties: &Duties) -> Vec<(usize, Range<u64>)> {
     let mut found = BTreeMap::new();
     for supply in supplies {

@@ -9,7 +9,7 @@ use crate::sys::strided::{Axis, Rows};
 pub struct Along {
     /// The first index.
     pub start: u64,
-    /// The index after the last.
+    /// The index after the last index.
     pub stop: u64,
     /// The distance from one index to the next, at least 1.
     pub step: u64,
@@ -23,18 +23,18 @@ impl Along {
 
 /// The rows of a box of `tensor`, or `None` if the box is empty.
 ///
-/// `wanted` has one member per dimension of the logical shape, or is `None` for the whole tensor. `strides` gives the
-/// distance in bytes between neighbours in memory along each dimension. Without it, elements lie one after another in
-/// row-major order.
+/// `wanted` has one member for each dimension of the logical shape, or is `None` for the whole tensor. `strides` has
+/// the distances in bytes between neighbours in memory along each dimension. Without it, elements are in row-major
+/// order without gaps.
 ///
-/// If several elements share a byte, the edges of the box must be at whole bytes.
+/// If several elements share a byte, the box must begin and end at whole bytes.
 pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i64]>) -> Result<Option<Rows>> {
     rows_of(&tensor.logical_shape(), tensor.bytes(), wanted, strides)
         .map_err(|why| Error::Invalid(format!("a box of tensor `{}`: {why}", tensor.name())))
 }
 
-/// The bytes of an array of `shape` in row-major order, as rows in memory: neighbours along each dimension lie
-/// `strides` bytes apart there. `None` if the array is empty.
+/// The bytes of an array of `shape` in row-major order, as rows in memory, where neighbours along each dimension are
+/// `strides` bytes apart. `None` if the array is empty.
 pub fn array(shape: &[u64], bytes: u64, strides: &[i64]) -> Result<Option<Rows>> {
     if bytes == 0 {
         return Ok(None);
@@ -74,8 +74,8 @@ fn rows_of(shape: &[u64], bytes: u64, wanted: Option<&[Along]>, strides: Option<
     Ok(Some(rows))
 }
 
-/// The shape and the box in units of whole bytes, and the number of these per element. Elements that share bytes are
-/// counted in bytes along the last dimension.
+/// The shape and the box in units of whole bytes, and the number of these units in an element. Elements that share
+/// bytes are counted in bytes along the last dimension.
 fn in_bytes(
     shape: &[u64],
     bytes: u64,
@@ -108,7 +108,7 @@ fn in_bytes(
     Ok((shape, wanted, 1))
 }
 
-/// One axis per dimension, and how many bytes apart neighbours along it lie in the tensor. `None` if a number
+/// For each dimension, an axis and the distance in bytes between neighbours along it in the tensor. `None` if a number
 /// overflows.
 fn axes(shape: &[u64], wanted: &[Along], itemsize: u64, strides: Option<&[i64]>) -> Option<Vec<(Axis, u64)>> {
     let (mut stride, mut packed) = (itemsize, i64::try_from(itemsize).ok()?);
@@ -117,7 +117,7 @@ fn axes(shape: &[u64], wanted: &[Along], itemsize: u64, strides: Option<&[i64]>)
         let count = along.count();
         let from = if count > 1 { stride.checked_mul(along.step)? } else { stride };
         let to = strides.map_or(packed, |strides| strides[dimension]);
-        // Joining axes multiplies these.
+        // Joining axes multiplies these numbers.
         i64::try_from(from.checked_mul(count)?).ok()?;
         to.checked_mul(i64::try_from(count).ok()?)?;
         axes.push((Axis { count, from, to }, stride));
@@ -215,7 +215,7 @@ mod tests {
             let inside: Vec<_> = expected.iter().copied().filter(|place| (from..to).contains(&place.0)).collect();
             prop_assert_eq!(found(&rows, from..to), inside);
 
-            // The bytes to read for it: everything wanted, and no unwanted stretch longer than the gap.
+            // The bytes to read for the box: all wanted bytes, and no unwanted stretch longer than the gap.
             let read: Vec<u64> = found(&rows.joined(gap), 0..bytes).into_iter().map(|place| place.0).collect();
             prop_assert!(read.is_sorted_by(|a, b| a < b));
             let offsets: std::collections::HashSet<u64> = expected.iter().map(|place| place.0).collect();

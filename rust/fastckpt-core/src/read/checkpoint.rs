@@ -20,15 +20,15 @@ use crate::format::{checksum, decode};
 use crate::sys::file;
 use crate::sys::fork::Held;
 
-/// A checkpoint with more shards than this keeps none of them open. A process may have 1,024 files open by default, and
-/// most of those are not ours.
+/// A checkpoint with more shards than this keeps none of them open. By default a process may have 1,024 open files, and
+/// the rest of the program needs most of them.
 const MOST: usize = 64;
-/// Bytes per read where no worker is needed (headers).
+/// Bytes per read that needs no worker (headers).
 const SMALL_READ: usize = 1 << 20;
 
 /// How long to keep reopening a checkpoint that is replaced again and again.
 const REPLACED_WAIT: Duration = Duration::from_secs(30);
-/// Bytes at the start of the manifest that distinguish it from any other, its checksum among them.
+/// The number of bytes at the start of a manifest, its checksum among them, that distinguish it from all others.
 const SEAL: usize = 64;
 /// An open checkpoint: its manifest, read and checked.
 #[derive(Debug)]
@@ -38,8 +38,8 @@ pub struct Checkpoint {
     pub(super) body: Body,
     /// The first bytes of the manifest. They hold a checksum of the rest.
     seal: Vec<u8>,
-    /// The shards whose headers were found sound. So reads of single tensors need not repeat a header of megabytes each
-    /// time.
+    /// The shards whose headers were found to match their checksums, so that reads of single tensors do not check a
+    /// header of megabytes each time.
     sound_headers: Vec<OnceLock<()>>,
 }
 
@@ -62,7 +62,7 @@ impl Checkpoint {
         Self::open_settled(path, keep, Some(manifest))
     }
 
-    /// Opens the checkpoint in a store, at `url`. With a `known` manifest, as in [`Self::open_known`].
+    /// Opens the checkpoint in a store, at `url`. `known` is a known manifest, as in [`Self::open_known`].
     pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<&[u8]>) -> Result<Self> {
         let manifest = url.join(manifest::FILE);
         let begin = known.map(|known| known.len().min(SEAL));
@@ -73,7 +73,7 @@ impl Checkpoint {
         Self::decoded(url, Place::Store(store), known.map_or(found.into(), Cow::Borrowed), &manifest)
     }
 
-    /// The content of the manifest, read again.
+    /// Reads the manifest again, and returns its bytes.
     pub fn manifest(&self) -> Result<Vec<u8>> {
         let manifest = self.path.join(manifest::FILE);
         let bytes = match &self.place {
@@ -116,7 +116,7 @@ impl Checkpoint {
         let (mut doubt, given) = (None, known.is_some());
         loop {
             match Self::open_once(path, keep, &mut known) {
-                // Before, it was the given checkpoint. A second attempt would open another one.
+                // The error comes after the known manifest was matched. A second attempt would open another checkpoint.
                 Err(error) if given && known.is_none() => return Err(error),
                 // A client of a network file system may keep the manifest of an earlier checkpoint for a while.
                 Err(error @ Error::Replaced { .. })
@@ -126,8 +126,8 @@ impl Checkpoint {
                     return Err(error);
                 }
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
-                // If a file system resolves open files by name, the manifest may be missing or another one from one
-                // call to the next. A file at the path is never such a case.
+                // If a file system resolves open files by name, the manifest may be missing, or differ from one call to
+                // the next. This does not apply to a path that is a file.
                 Err(Error::Corrupt { .. } | Error::Foreign { .. })
                     if path.is_dir()
                         && !is_local(path)
@@ -138,7 +138,7 @@ impl Checkpoint {
         }
     }
 
-    /// Opens it, and takes the manifest that is `known`.
+    /// Opens the checkpoint, and takes the `known` manifest if there is one.
     fn open_once(path: &Path, keep: bool, known: &mut Option<&[u8]>) -> Result<Self> {
         let replaced = || Error::Replaced { path: path.to_path_buf() };
         let foreign = |why: &str| Error::Foreign { path: path.to_path_buf(), why: why.to_owned() };
@@ -181,13 +181,13 @@ impl Checkpoint {
         Ok(Self { path: path.to_path_buf(), place, body, seal, sound_headers })
     }
 
-    /// Its path, as it was opened.
+    /// The path of the checkpoint, as it was opened.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its directory, if it is in one.
+    /// The directory of the checkpoint, if it is in one.
     #[must_use]
     pub fn directory(&self) -> Option<BorrowedFd<'_>> {
         match &self.place {
@@ -196,7 +196,7 @@ impl Checkpoint {
         }
     }
 
-    /// Whether it is in an object store.
+    /// Whether the checkpoint is in an object store.
     #[must_use]
     pub fn is_stored(&self) -> bool {
         matches!(self.place, Place::Store(_))
@@ -225,8 +225,8 @@ impl Checkpoint {
         !self.is_stored() || error.kind() == io::ErrorKind::NotFound
     }
 
-    /// The meaning of `error` from an operation on this checkpoint. On network file systems, files of a directory that
-    /// another machine removed give a special error. In a mapping, they give the error of a failing disk.
+    /// What `error` from an operation on this checkpoint means. On network file systems, files of a directory that
+    /// another machine removed cause a special error, and in a mapping the error of a failing disk.
     pub(super) fn settle(&self, error: Error) -> Error {
         let replaced = match &error {
             Error::Io { source, .. } => {
@@ -242,13 +242,13 @@ impl Checkpoint {
         if replaced { Error::Replaced { path: self.path.clone() } } else { error }
     }
 
-    /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves open
-    /// files by name (FUSE), an open directory is whatever another machine has put in its place.
+    /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves
+    /// open files by name (FUSE), an open directory shows whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
         self.is_far() && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
     }
 
-    /// Whether several machines may share its storage.
+    /// Whether several machines may share the checkpoint's storage.
     pub(super) fn is_far(&self) -> bool {
         self.directory().is_none_or(|directory| commit::reach(directory) != commit::Reach::Machine)
     }
@@ -271,7 +271,7 @@ impl Checkpoint {
                 Err(error) if is_gone(&error) && self.is_replaced(&error) => {
                     return Err(Error::Replaced { path: self.path.clone() });
                 }
-                // Damage, or no descriptor left: the first read reports it.
+                // The shard is damaged, or no descriptor is left. The first read reports it.
                 Err(_) => files.push(None),
             }
         }
@@ -312,7 +312,7 @@ impl Checkpoint {
     pub(super) fn check_headers(&self, shards: &[usize], progress: &mut dyn FnMut() -> bool) -> Result<()> {
         let todo: Vec<_> =
             shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()).collect();
-        // On a network, reads wait in parallel.
+        // Over a network, reads wait in parallel.
         let threads = if self.is_stored() { REQUESTS } else { 0 };
         Pool::of("fastckpt-header", threads).run(todo.len(), progress, &|number| {
             if let Some(damage) = self.check_header(*todo[number])? {
@@ -345,7 +345,7 @@ impl Checkpoint {
             crc = checksum::append(crc, &piece[..got]);
             at += got as u64;
         }
-        // A forged manifest may vouch for a header that other readers would read with another length.
+        // A forged manifest may have the right checksum for a header that other readers would read with another length.
         let begin = u64::from_le_bytes(length_field).checked_add(8);
         if at == shard.data_offset && begin != Some(at) {
             let reason = format!("header: its length field disagrees with data offset {at}");
@@ -361,8 +361,8 @@ impl Checkpoint {
         }))
     }
 
-    /// The path of a file inside the checkpoint, for messages. Only after an error: a store's Python may run a signal
-    /// handler, and its exception is lost here.
+    /// The path of a file inside the checkpoint, for messages. Call it only after an error: a store's Python code may
+    /// run a signal handler, whose exception is lost here.
     pub(super) fn path_of(&self, file: &str) -> PathBuf {
         match &self.place {
             Place::Directory(_) => self.path.join(file),
@@ -371,8 +371,8 @@ impl Checkpoint {
     }
 }
 
-/// The length of a file as the file system's server knows it. A client may still know the length of an earlier file of
-/// the same name.
+/// The length of a file according to the server of the file system. A client may still have the length of an earlier
+/// file of the same name.
 fn fresh_length(file: &ShardFile) -> Option<u64> {
     let ShardFile::Local(file) = file else { return None };
     commit::refresh(file.fd(false));

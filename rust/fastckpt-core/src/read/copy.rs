@@ -1,4 +1,4 @@
-//! Copies tensors of a checkpoint piece by piece, each piece verified: for a save of another checkpoint's tensors.
+//! Copies tensors of a checkpoint piece by piece, for a save of another checkpoint's tensors. Each piece is verified.
 
 use super::checkpoint::Checkpoint;
 use crate::engine::report::Damage;
@@ -81,7 +81,7 @@ mod tests {
         let mut content = std::fs::read(&file).unwrap();
         content[(entry.offset + PAGE) as usize] ^= 1;
         std::fs::write(&file, content).unwrap();
-        // The byte beside the damage is in its extent.
+        // This byte is in the same extent as the damage beside it.
         let error = checkpoint.copy(1, PAGE + 1, &mut [0]).unwrap_err();
         assert!(
             matches!(error, Error::Corrupt { .. }) && error.to_string().contains("tensor `b`"),

@@ -25,14 +25,14 @@ use crate::sys::memory::Region;
 use crate::sys::pagemap::PageMap;
 use crate::telemetry::{Lane, State};
 
-/// Blocks that the kernel is asked to read ahead: 64 MiB.
+/// The number of blocks that the kernel reads ahead on request: 64 MiB.
 const AHEAD: usize = 16;
 
-/// How to treat damage.
+/// What to do about damage.
 pub(super) enum Outcome {
     /// The first damage ends the operation.
     Raise,
-    /// All damage is noted.
+    /// All damage is recorded, and the operation continues.
     Collect(Mutex<Vec<Damage>>),
 }
 
@@ -45,7 +45,7 @@ pub struct Sum {
     pub offset: u64,
     /// Number of bytes.
     pub len: u64,
-    /// Their CRC.
+    /// The CRC of these bytes.
     pub crc: u64,
 }
 
@@ -58,9 +58,9 @@ pub(super) struct ReadJob<'a> {
     direct: bool,
     io: Io,
     zero_copy: Option<bool>,
-    /// The page cache is ignored: the bytes of the device are wanted.
+    /// Whether to bypass the page cache, because the bytes on the device are needed.
     pub(super) from_device: bool,
-    /// The kernel is asked to read ahead: its own requests are too short for remote storage.
+    /// Whether the kernel reads ahead on request: its own requests are too short for remote storage.
     ahead: bool,
     pages: OnceLock<PageMap>,
     pub(super) outcome: Outcome,
@@ -105,7 +105,7 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Notes damage to one piece, or raises it.
+    /// Records damage to one piece, or raises it.
     fn damaged(&self, shard: &ShardEntry, piece: &Piece, reason: String) -> Result<()> {
         let damage = Damage {
             file: shard.file.clone(),
@@ -123,8 +123,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Gives a piece the bytes that lie in a staging buffer from `place` on, either all of them or its edges, and compares
-    /// the result with the checksum. Notes the bytes for callbacks. Returns the number of bytes copied.
+    /// Passes to a piece its bytes from `place` of a staging buffer on, either all of them or only its edges, and
+    /// compares the result with the checksum. Records the bytes for callbacks. Returns the number of bytes copied.
     fn deliver(
         &self,
         shard: &ShardEntry,
@@ -181,7 +181,7 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Has the kernel read the blocks that follow `block` in its shard, before all readers wait for them.
+    /// Makes the kernel read the blocks that follow `block` in its shard before all readers wait for them.
     fn read_ahead(&self, block: usize, file: &DataFile) {
         let (blocks, shard) = (&self.plan.blocks, self.plan.blocks[block].shard);
         let next = if block > 0 && blocks[block - 1].shard == shard { block + AHEAD } else { block };
@@ -201,8 +201,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Takes from the pieces the memory into which `[start, end)` is read without a copy. Returns the parts of the
-    /// transfer, how many bytes of a staging buffer the rest needs, and the reason of the largest piece that needs one.
+    /// Takes from the pieces the memory that `[start, end)` fills without a copy. Returns the parts of the transfer,
+    /// the number of bytes of a staging buffer for the rest, and the reason of the largest piece that needs one.
     fn lay_out(
         &self,
         pieces: &mut [Piece],
@@ -211,7 +211,7 @@ impl<'a> ReadJob<'a> {
     ) -> (Vec<Part>, usize, Reason) {
         let apart = pieces.is_sorted_by(|a, b| a.offset + a.len as u64 <= b.offset);
         let mut parts = Vec::new();
-        // How far the parts reach, in the file and in the staging buffer.
+        // The ends of the parts so far, in the file and in the staging buffer.
         let (mut at, mut staged) = (start, 0);
         let mut reason = (0, Reason::Small);
         for piece in pieces {
@@ -250,7 +250,7 @@ impl<'a> ReadJob<'a> {
         self.io == Io::Direct && error.raw_os_error() == Some(libc::EINVAL)
     }
 
-    /// Which bytes of the file can be read into the memory of a piece without a copy, or why none can.
+    /// The bytes of the file that fill the memory of a piece without a copy, or the reason why none do.
     fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Reason> {
         let region = match &piece.destination {
             PieceDestination::Memory(region) => region,
@@ -261,7 +261,7 @@ impl<'a> ReadJob<'a> {
         if (piece.len as u64) < STRAIGHT {
             return Err(Reason::Small);
         }
-        // A page fault per page inside a read costs as much as the read.
+        // Without this, a page fault for each page inside the read would cost as much as the read.
         region.populate();
         if direct && self.zero_copy == Some(false) {
             return Err(Reason::Asked);
@@ -276,8 +276,8 @@ impl<'a> ReadJob<'a> {
     }
 }
 
-/// Gives a plain destination the `bytes` from byte `start` of a tensor on, which lie at `place` of a staging buffer. Notes
-/// what callbacks take. Returns the number of bytes copied.
+/// Passes the `bytes` of a tensor, from byte `start` of the tensor on, to a plain destination. They are at `place` of a
+/// staging buffer. Records what callbacks take. Returns the number of bytes copied.
 fn give(
     destination: &mut PieceDestination,
     start: u64,
@@ -307,7 +307,7 @@ impl Due {
         self.start..self.start + self.at.len() as u64
     }
 
-    /// The bytes of its rows out of a staging buffer, one after another, unless they lie so there.
+    /// The bytes of the rows from a staging buffer, one after another; `None` if they are contiguous there.
     fn pack(&self, slab: &[u8]) -> Option<Vec<u8>> {
         let (rows, _) = self.rows.as_ref()?;
         let len = rows.bytes_in(&self.range()) as usize;
@@ -318,7 +318,7 @@ impl Due {
         })
     }
 
-    /// The contiguous ranges of the destination: first byte, and length.
+    /// The contiguous ranges of the destination: the first byte and the length of each.
     fn runs(&self) -> Vec<(u64, usize)> {
         match &self.rows {
             Some((rows, base)) => rows.runs(*base, self.range()),
@@ -380,7 +380,7 @@ impl Job for ReadJob<'_> {
             let path = || self.checkpoint.path_of(&shard.file);
             let file = match &self.outcome {
                 Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct)?,
-                // The wrong length was noted. The bytes that exist can still be read.
+                // The wrong length has been recorded. The bytes that exist can still be read.
                 Outcome::Collect(_) => self
                     .checkpoint
                     .open_file(read.shard, self.direct)
@@ -401,7 +401,7 @@ impl Job for ReadJob<'_> {
             let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
             return Ok(Start::Now(Transfer::new(block, false, (file, read.start), buf, path)));
         }
-        // If both are possible, cached bytes come from the page cache.
+        // If direct I/O and the page cache are both possible, cached bytes come from the page cache.
         let hot = !self.from_device
             && self.io == Io::Auto
             && file.is_direct()
@@ -411,7 +411,7 @@ impl Job for ReadJob<'_> {
             self.read_ahead(block, local);
         }
         if self.from_device && !direct {
-            // The kernel keeps pages that are not wholly inside.
+            // The kernel does not drop a page of which only a part is in the range.
             local.forget(geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE));
         }
         let (start, end) = if direct {
@@ -441,7 +441,7 @@ impl Job for ReadJob<'_> {
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        // If the file ends early, the bytes before its end did arrive.
+        // If the file ends early, the bytes before its end have been read.
         let (end, reason) = match moved {
             Ok(()) => (u64::MAX, String::new()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -452,7 +452,7 @@ impl Job for ReadJob<'_> {
                     && !self.refuses(&error)
                     && self.checkpoint.is_damage(&error) =>
             {
-                let missing = self.checkpoint.is_stored(); // of a store, no other error is damage
+                let missing = self.checkpoint.is_stored(); // in a store, no other error is damage
                 (0, if missing { "the file is missing".to_owned() } else { error.to_string() })
             }
             Err(error) => {
@@ -460,9 +460,9 @@ impl Job for ReadJob<'_> {
                 return Err(Error::transfer("read", &path, error, self.io == Io::Direct));
             }
         };
-        // Look only once: each look asks the kernel whose memory it is.
+        // Accessed only once, because each access asks the kernel for the id of this process.
         let (parts, slab) = (transfer.buf.parts(), transfer.buf.slab());
-        // Bytes before the piece that did not go into the staging buffer.
+        // The bytes before the piece that are not in the staging buffer.
         let (mut past, mut due) = (0, Vec::new());
         for piece in &mut pieces {
             let at = (piece.offset - transfer.offset) as usize - past;

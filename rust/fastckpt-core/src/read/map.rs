@@ -1,4 +1,4 @@
-//! Mapping: tensors as pages of their files, compared with their checksums and not copied.
+//! Mapping: tensors as pages of their files. They are compared with their checksums and not copied.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use crate::telemetry::{self, Kind, Operation};
 pub type Maps = Vec<Option<Arc<FileMap>>>;
 
 impl Checkpoint {
-    /// Maps the shards that hold `tensors`, given by number, except shards that hold only empty ones. Reads nothing.
+    /// Maps the shards that hold `tensors`, given by number, except shards with only empty tensors. Reads nothing.
     pub fn map(&self, tensors: &[usize]) -> Result<Maps> {
         let mut maps: Maps = vec![None; self.body.shards.len()];
         for &tensor in tensors {
@@ -43,8 +43,8 @@ impl Checkpoint {
     }
 
     /// Reads every page of `tensors` in `maps`, and compares every extent and the header of each shard with their
-    /// checksums. The first difference is an error. The engine in `options` does not matter: the pages of a mapping
-    /// belong to the page cache.
+    /// checksums. The first difference is an error. The engine in `options` is ignored: the pages of a mapping are in
+    /// the page cache.
     pub fn check(
         &self,
         maps: &Maps,

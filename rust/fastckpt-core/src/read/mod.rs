@@ -30,8 +30,8 @@ use crate::format::manifest::TensorEntry;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Reads `requests`. With `verify`, reads every extent that they touch whole, and compares it and the header of each
-    /// shard with their checksums. The first difference is an error. By then, other destinations may have been filled.
+    /// Reads `requests`. With `verify`, reads every extent that they touch whole, and compares it and the header of
+    /// each shard with their checksums. The first difference is an error. Other destinations may be filled by then.
     pub fn read(
         &self,
         requests: Vec<Request>,
@@ -60,7 +60,7 @@ impl Checkpoint {
         let shared =
             options.io == Io::Auto && options.ranks().share(&self.path) && self.is_shared(&requests, wanted);
         let choice = if shared {
-            // Through the page cache, the first rank that comes to a page reads it, and the others wait for it.
+            // Through the page cache, the first rank that needs a page reads it, and the others wait for it.
             Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
             self.choice(options, wanted)?
@@ -74,8 +74,8 @@ impl Checkpoint {
     }
 
     /// Whether other ranks of the node probably read the same `bytes`. This is a guess. A rank that reads parts of
-    /// tensors reads its own parts. A rank that reads some tensors may share them: then each rank reads from a disk of
-    /// this machine, but slow storage of several machines is read once.
+    /// tensors reads its own parts. A rank that reads some tensors may share them with other ranks. In that case, each
+    /// rank reads from a local disk, but slow storage of several machines is read once.
     fn is_shared(&self, requests: &[Request], bytes: u64) -> bool {
         let tensors = &self.body.tensors;
         let size = |request: &Request| tensors.get(request.tensor).map_or(0, TensorEntry::bytes);
@@ -84,7 +84,7 @@ impl Checkpoint {
         whole && (bytes >= tensors.iter().map(TensorEntry::bytes).sum() || self.is_far())
     }
 
-    /// The engine for reading `bytes`.
+    /// Chooses the engine for reading `bytes`.
     fn choice(&self, options: &Options, bytes: u64) -> Result<Choice> {
         match (self.is_stored(), options.io) {
             (false, _) => Ok(Choice::new(options, bytes)),
@@ -96,9 +96,9 @@ impl Checkpoint {
         }
     }
 
-    /// Reads ranges of tensors as part of an operation of the caller. Ranges may overlap; their bytes are read once.
-    /// `verify` as in [`Self::read`]; also returns the checksums of ranges that are read apart. With `stop`,
-    /// destinations may wait for other processes; it ends their waits after a failure.
+    /// Reads ranges of tensors as part of an operation of the caller. Ranges may overlap, and their bytes are read
+    /// once. `verify` as in [`Self::read`]. Also returns the checksums of ranges that are read apart. With `stop`,
+    /// destinations may wait for other processes; `stop` ends their waits after a failure.
     pub fn read_ranges(
         &self,
         wanted: Vec<Wanted>,

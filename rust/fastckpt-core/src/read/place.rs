@@ -9,7 +9,7 @@ use crate::engine::io::object::{Object, Store};
 use crate::sys::file::DataFile;
 use crate::sys::fork::Held;
 
-/// Where they are.
+/// The place of the files.
 #[derive(Debug)]
 pub(super) enum Place {
     Directory(Directory),
@@ -20,13 +20,13 @@ pub(super) enum Place {
 #[derive(Debug)]
 pub(super) struct Directory {
     pub(super) fd: OwnedFd,
-    /// Set when a file was missing from the directory, but the directory was found to still have its name.
+    /// Set after a file was missing from the directory although the directory still had its name.
     pub(super) certain: OnceLock<()>,
     pub(super) kept: Kept,
 }
 
 /// Shards that stay open, so that they can be read after the checkpoint is replaced or removed. A forked child does not
-/// have them and opens its own.
+/// keep them and opens its own.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub(super) files: Vec<Option<Held>>,

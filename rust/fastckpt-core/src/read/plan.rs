@@ -1,4 +1,4 @@
-//! Which bytes of which shards are read for which requests: blocks, and the pieces that make them up. Moves nothing.
+//! Plans which bytes of which shards are read for requests: blocks, and the pieces of blocks. Moves nothing.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::Region;
 use crate::sys::strided::{Rows, Strided};
 
-/// Wanted ranges closer than this many bytes are read as one, because a separate operation costs about as much.
+/// Wanted ranges closer than this many bytes are read as one: a separate operation would cost about as much.
 const MERGE: u64 = 256 << 10;
 
 /// A tensor, or a box of it, to read.
@@ -19,7 +19,7 @@ const MERGE: u64 = 256 << 10;
 pub struct Request {
     /// Index of the tensor.
     pub tensor: usize,
-    /// The box, or `None` for the whole tensor. A [`Destination::Strided`] has its own box.
+    /// The box; `None` for the whole tensor. A [`Destination::Strided`] has its own box.
     pub rows: Option<Arc<Rows>>,
     /// Where the bytes go.
     pub destination: Destination,
@@ -39,7 +39,7 @@ impl Request {
         self.rows().map_or_else(whole, |rows| rows.bytes())
     }
 
-    /// Whether the tensor has the wanted bytes, and the destination has room for them.
+    /// Whether the tensor has the wanted bytes and the destination has room for them.
     fn fits(&self, body: &Body) -> bool {
         let Some(tensor) = body.tensors.get(self.tensor) else { return false };
         let inside = self.rows().is_none_or(|rows| rows.range().end <= tensor.bytes());
@@ -59,17 +59,17 @@ impl Request {
 pub struct Wanted {
     /// Index of the tensor.
     pub tensor: usize,
-    /// Its bytes.
+    /// The range of bytes.
     pub range: Range<u64>,
-    /// Where they go. It has room for exactly these bytes, or takes a part of them.
+    /// Where the bytes go. The destination has room for exactly these bytes, or takes a part of them.
     pub destination: Destination,
-    /// Whether others read the rest of its extents: then no more than the range is read, and its part of an extent is
-    /// summed instead of being compared.
+    /// Whether other ranks read the rest of its extents. If so, only the range is read, and the checksum of its part of
+    /// each extent is computed instead of compared.
     pub apart: bool,
 }
 
 impl Wanted {
-    /// Whether the tensor has these bytes, and the destination has room for them.
+    /// Whether the tensor has these bytes and the destination has room for them.
     fn fits(&self, body: &Body) -> bool {
         let Range { start, end } = self.range;
         let bytes = body.tensors.get(self.tensor).map_or(0, TensorEntry::bytes);
@@ -86,7 +86,7 @@ impl Wanted {
     }
 }
 
-/// Bytes of a tensor that lie in one block. If they are to be verified, they are a whole extent.
+/// Bytes of a tensor that are in one block. To be verified, they must be a whole extent.
 pub(super) struct Piece {
     pub(super) tensor: usize,
     /// First byte, counted in the file.
@@ -96,12 +96,12 @@ pub(super) struct Piece {
     pub(super) len: usize,
     /// The expected checksum, if the piece must be verified.
     pub(super) crc: Option<u64>,
-    /// Whether it is a part of an extent, of which the checksum is wanted.
+    /// Whether the piece is only a part of an extent, and its checksum must be computed.
     pub(super) sum: bool,
     pub(super) destination: PieceDestination,
 }
 
-/// A destination, and its bytes of a piece.
+/// A destination for some bytes of a piece.
 pub(super) struct Share {
     /// First byte, counted in the tensor.
     pub(super) start: u64,
@@ -119,12 +119,12 @@ pub(super) enum PieceDestination {
         after: Region,
     },
     Strided(Strided),
-    /// All bytes of the piece, or only those of rows, which lie in an array from a byte on.
+    /// All bytes of the piece, or only the bytes of rows, the first of which begins at this byte of an array.
     Push(Push, Option<(Arc<Rows>, u64)>),
     Take(Take),
     Mapped(Arc<FileMap>),
     Nowhere,
-    /// Only a part of the piece is wanted, or parts of it go to different places. These are plain destinations.
+    /// Only a part of the piece is wanted, or parts of it go to different places. Each share has a plain destination.
     Shares(Vec<Share>),
 }
 
@@ -134,29 +134,29 @@ pub(super) struct ReadBlock {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) pieces: Mutex<Vec<Piece>>,
-    /// Verified bytes that callbacks take.
+    /// Verified bytes for callbacks.
     pub(super) due: Mutex<Vec<Due>>,
 }
 
 /// Bytes in the staging buffer of a block that a callback takes.
 pub(super) struct Due {
     pub(super) to: Push,
-    /// As in [`PieceDestination::Push`].
+    /// The rows, as in [`PieceDestination::Push`].
     pub(super) rows: Option<(Arc<Rows>, u64)>,
     /// First byte, counted in the tensor.
     pub(super) start: u64,
-    /// Where they lie in the staging buffer.
+    /// The place of the bytes in the staging buffer.
     pub(super) at: Range<usize>,
 }
 
 /// Everything to read.
 #[derive(Default)]
 pub(super) struct Plan {
-    /// In the order of shards and offsets.
+    /// The blocks, in the order of shards and offsets.
     pub(super) blocks: Vec<ReadBlock>,
-    /// Bytes that the requests want.
+    /// The number of bytes that the requests want.
     pub(super) wanted: u64,
-    /// Bytes of tensors that are read for them.
+    /// The number of bytes of tensors that are read for the requests.
     pub(super) read: u64,
     pub(super) tensors: usize,
     /// Whether callbacks take any bytes.
@@ -184,7 +184,7 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     Ok(plan)
 }
 
-/// Plans the reading of ranges, which may overlap: every extent that they touch is read once, whole.
+/// Plans the reading of ranges, which may overlap. Every extent that they touch is read once, whole.
 pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Result<Plan> {
     if !wanted.iter().all(|wanted| wanted.fits(body)) {
         return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
@@ -226,14 +226,14 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
 }
 
 impl Plan {
-    /// The shards of its blocks, ascending.
+    /// The shards of the blocks, ascending.
     pub(super) fn shards(&self) -> Vec<usize> {
         let mut shards: Vec<usize> = self.blocks.iter().map(|block| block.shard).collect();
         shards.dedup();
         shards
     }
 
-    /// Joins blocks of a shard to ranges of up to `most` bytes, with gaps of up to `gap`.
+    /// Joins blocks of a shard into ranges of up to `most` bytes, with gaps of up to `gap` bytes.
     pub(super) fn join(&mut self, most: u64, gap: u64) {
         for mut block in std::mem::take(&mut self.blocks) {
             match self.blocks.last_mut() {
@@ -268,7 +268,7 @@ impl Plan {
 }
 
 impl Piece {
-    /// Gives bytes of this piece, from byte `start` of the tensor on, to one more destination.
+    /// Adds a destination for bytes of this piece, from byte `start` of the tensor on.
     fn share(&mut self, start: u64, len: usize, destination: PieceDestination) {
         let mut shares = match std::mem::replace(&mut self.destination, PieceDestination::Nowhere) {
             PieceDestination::Shares(shares) => shares,
@@ -288,7 +288,7 @@ fn pieces(block: &mut ReadBlock) -> &mut Vec<Piece> {
     block.pieces.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds a piece to the last block, if it belongs to that block and lies close enough, or else to a new one.
+/// Adds a piece to the last block if it belongs to that block and is close enough, or else to a new one.
 fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
     let (shard, start, end) =
         (body.tensors[piece.tensor].shard(), piece.offset, piece.offset + piece.len as u64);
@@ -356,7 +356,7 @@ impl Cut<'_> {
         }
     }
 
-    /// Cuts the range that is read for a box, or the whole tensor. `to` makes the destination of a range of it.
+    /// Cuts the range that is read for a box or the whole tensor. `to` makes the destination of a part of the range.
     fn rows(
         &mut self,
         tensor: usize,

@@ -1,4 +1,4 @@
-//! Whether an open checkpoint was replaced or removed, checked after something was missing in it.
+//! Checks whether an open checkpoint was replaced or removed, after a file was missing from it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,8 +10,8 @@ use crate::commit;
 use crate::format::manifest;
 use crate::sys::file;
 
-/// How long to keep looking for a file if a client may have a stale name of its directory. Clients of network file
-/// systems cache names: FUSE for a second by default.
+/// How long to keep looking for a file if a client may have an outdated name of its directory. Clients of network file
+/// systems cache names: FUSE does so for a second by default.
 pub(super) const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 pub(super) const PAUSE: Duration = Duration::from_millis(5);
@@ -30,8 +30,8 @@ pub(super) fn is_stale(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::ESTALE)
 }
 
-/// Whether the open directory is no longer the one at `path`, after `error` in it. `certain` records that it still was,
-/// so that the wait happens only once.
+/// Whether the open directory is no longer the one at `path`, after `error` in it. `certain` records that the directory
+/// was still the one there, so that the wait happens only once.
 pub(super) fn is_replaced(
     directory: &OwnedFd,
     path: &Path,

@@ -1,4 +1,4 @@
-//! Verifying: compares every byte with its checksum and finds all damage, not only the first.
+//! Verification: compares every byte with its checksum and finds all damage, not only the first.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -80,10 +80,10 @@ impl Checkpoint {
         Ok((report, damage))
     }
 
-    /// Compares every byte of one shard with its checksum. The first difference is an error. The operation appears in
-    /// the monitor as a verification.
+    /// Compares every byte of one shard with its checksum. The first difference is an error. The monitor shows the
+    /// operation as a verification.
     pub fn check_shard(&self, index: usize, options: &Options, progress: Progress<'_>) -> Result<()> {
-        // It begins now, within the calling save, and has its own call.
+        // The verification begins now, within the calling save, so it has its own call.
         let call = Call { at: None, ..options.call };
         let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
         let mut check = || {
@@ -102,8 +102,8 @@ impl Checkpoint {
         outcome
     }
 
-    /// Compares the checksum of each whole shard with the checksums of its parts. Copies elsewhere are checked against
-    /// the former.
+    /// Compares the checksum of each whole shard with the checksums of its parts. Copies in other places are checked
+    /// against the checksum of the whole shard.
     fn check_sums(&self) -> Vec<Damage> {
         let size = self.body.block_size;
         let mut sums: Vec<Option<u64>> =
@@ -134,7 +134,7 @@ impl Checkpoint {
     }
 }
 
-/// Damage of all `tensors` of a shard that cannot be read at all.
+/// The damage of all `tensors` of a shard that cannot be read at all.
 fn lost(shard: &ShardEntry, tensors: &[&TensorEntry], reason: &str) -> impl Iterator<Item = Damage> {
     tensors.iter().filter(|tensor| tensor.bytes() > 0).map(move |tensor| Damage {
         file: shard.file.clone(),

@@ -1,4 +1,4 @@
-//! Prepares units for writing: the place of their bytes, the parts that need no copy, and their checksums.
+//! Prepares units for writing: the places of their bytes, the parts that need no copy, and their checksums.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -23,7 +23,7 @@ use crate::sys::slabs::Slab;
 struct Straight {
     /// The file offset of the first byte.
     start: u64,
-    /// Their place in memory.
+    /// The memory of these bytes.
     memory: Source,
 }
 
@@ -33,27 +33,27 @@ struct Piece {
     straight: Vec<Straight>,
 }
 
-/// A unit under construction, from a staging buffer and from memory that needs no copy.
+/// A unit under construction, made of a staging buffer and of memory that needs no copy.
 struct Filling<'a> {
     bytes: &'a mut [u8],
     parts: Vec<Part>,
-    /// How far the staging buffer is filled, is in `parts`, and is in `crc`.
+    /// How much of the staging buffer is filled, is in `parts`, and is in `crc`.
     at: usize,
     taken: usize,
     summed: usize,
-    /// The CRC of the unit so far, and of its parts that need no copy.
+    /// The CRC of the unit so far, and the CRC of its parts that need no copy.
     crc: u64,
     straight_crc: u64,
 }
 
 impl<'a> Filling<'a> {
-    /// For a staging buffer that is filled up to `at`.
+    /// Begins a unit whose staging buffer is filled up to `at`.
     fn new(bytes: &'a mut [u8], at: usize) -> Self {
         let crc = checksum::of(&[]);
         Self { bytes, parts: Vec::new(), at, taken: 0, summed: 0, crc, straight_crc: crc }
     }
 
-    /// Adds the extent at `place` of unit `number`, and has its checksums recorded.
+    /// Adds the extent at `place` of unit `number`, and records its checksums.
     fn extent<W: Work>(
         &mut self,
         work: &W,
@@ -61,7 +61,7 @@ impl<'a> Filling<'a> {
         Piece { extent, straight }: &Piece,
     ) -> Result<()> {
         let before = self.at;
-        // How far the extent has been summed, as a file offset, and its CRC so far.
+        // The file offset up to which the extent is summed, and the checksums so far.
         let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
         let copy = |to: &mut [u8], from: u64, sum: Pair| {
             let skip = from - extent.offset;
@@ -80,7 +80,7 @@ impl<'a> Filling<'a> {
             reached = start + len;
         }
         sum = copy(self.room(extent.offset + extent.len - reached), reached, sum)?;
-        // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
+        // For small extents, combining CRCs would cost more than another pass over bytes in cache.
         if extent.len >= STRAIGHT {
             self.crc = checksum::append(self.crc, &self.bytes[self.summed..before]);
             self.crc = checksum::combine(self.crc, sum.crc, extent.len);
@@ -97,7 +97,7 @@ impl<'a> Filling<'a> {
         &mut self.bytes[start..self.at]
     }
 
-    /// Notes the filled bytes as a part.
+    /// Adds the filled bytes as a part.
     fn take(&mut self) {
         if self.at > self.taken {
             self.parts.push(Part::Slab(self.taken..self.at));
@@ -134,19 +134,19 @@ pub(super) struct Assembler {
     direct: bool,
     zero_copy: Option<bool>,
     pages: OnceLock<PageMap>,
-    /// For each unit, the CRC of the bytes that were summed in place and that the write reads again.
+    /// For each unit, the CRC of bytes that were summed in the tensor's memory and that the write reads again.
     straight_crcs: Vec<AtomicU64>,
 }
 
 impl Assembler {
-    /// For `units` units that are written with direct I/O or not.
+    /// Assembles `units` units that are written with direct I/O, or through the page cache.
     pub(super) fn new(units: usize, direct: bool, zero_copy: Option<bool>) -> Self {
         let straight_crcs = (0..units).map(|_| AtomicU64::new(0)).collect();
         Self { direct, zero_copy, pages: OnceLock::new(), straight_crcs }
     }
 
-    /// The part of a stretch of memory, which belongs at `offset` of the file, that needs no copy with direct I/O or
-    /// through the page cache, or why there is none.
+    /// The part of a stretch of memory that needs no copy with direct I/O or through the page cache, or why there is
+    /// none. The stretch belongs at `offset` of the file.
     fn straight(
         &self,
         shard: &Shard,
@@ -164,7 +164,7 @@ impl Assembler {
         let skip = (range.start - offset) as usize;
         let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
         match memory {
-            // Through the page cache the kernel copies anyway, and one copy is enough.
+            // Through the page cache the kernel copies in any case, and one copy is enough.
             Some(memory) if !direct || self.is_worth_it(&memory) => {
                 Ok(Straight { start: range.start, memory })
             }
@@ -174,15 +174,15 @@ impl Assembler {
         }
     }
 
-    /// Whether a device writes `memory` itself faster than a copy of it in a staging buffer. Only huge pages make up
-    /// for the copy.
+    /// Whether a device writes `memory` itself faster than a copy of it in a staging buffer. It does so if the memory
+    /// is in huge pages, like the buffer.
     fn is_worth_it(&self, memory: &Source) -> bool {
         self.zero_copy
             .unwrap_or_else(|| self.pages.get_or_init(PageMap::open).is_huge(memory.address(), memory.len()))
     }
 
-    /// The extents in a unit, with the parts of each that are written without a copy, and the reason why the largest of
-    /// the others is not.
+    /// The extents in a unit, each with its parts that are written without a copy, and the reason why the largest
+    /// extent without such parts has none.
     fn pieces<W: Work>(
         &self,
         work: &W,
@@ -216,8 +216,8 @@ impl Assembler {
         Ok((pieces, reason.1))
     }
 
-    /// Prepares a unit for writing to `file` and has its checksums recorded. Bytes that cannot be written without a
-    /// copy are copied to a staging buffer, in file order. With `copy_all`, everything is.
+    /// Prepares a unit for writing to `file` and records its checksums. Bytes that cannot be written without a copy are
+    /// copied to a staging buffer, in file order. With `copy_all`, all bytes are copied there.
     pub(super) fn assemble<W: Work>(
         &self,
         work: &W,
@@ -257,8 +257,8 @@ impl Assembler {
         Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: (at - header.len()) as u64 })
     }
 
-    /// Prepares a unit whose callbacks have copied their bytes to `slab`, at their places in the file: copies the
-    /// others there, too, and has its checksums recorded.
+    /// Prepares a unit whose callbacks have copied their bytes to `slab`, at their places in the file. Copies the other
+    /// bytes there, too, and records the checksums.
     pub(super) fn assemble_fetched<W: Work>(
         &self,
         work: &W,
@@ -267,7 +267,7 @@ impl Assembler {
         mut slab: Slab,
     ) -> Result<Assembled> {
         let need = unit.len() as usize;
-        // Look only once: each look asks the kernel whose memory it is.
+        // Accessed only once, because each access asks the kernel for the id of this process.
         let bytes = &mut slab[..need];
         let header = header(&work.plan().shards[unit.shard], unit);
         bytes[..header.len()].copy_from_slice(header);
@@ -280,7 +280,7 @@ impl Assembler {
         Ok(Assembled { buf: Buf::staged(slab, need), path, reason, copied: unit.len() - given })
     }
 
-    /// Has the checksums of a unit recorded, whose `bytes` are contiguous and do not change.
+    /// Records the checksums of a unit whose `bytes` are contiguous and do not change.
     fn sum<W: Work>(&self, work: &W, (number, unit): (usize, &Unit), bytes: &[u8]) {
         let (mut summed, mut crc) = (0, checksum::of(&[]));
         for (place, extent) in work.extents(unit).enumerate() {
@@ -288,7 +288,7 @@ impl Assembler {
             let end = start + extent.len as usize;
             let sum = Pair::of(&bytes[start..end]);
             work.summed(number, place, &extent, sum);
-            // As above: small extents are summed again while they are in cache.
+            // As in `Filling::extent`, small extents are summed again while they are in cache.
             if extent.len >= STRAIGHT {
                 crc = checksum::append(crc, &bytes[summed..start]);
                 crc = checksum::combine(crc, sum.crc, extent.len);
@@ -300,7 +300,7 @@ impl Assembler {
         self.straight_crcs[number].store(checksum::of(&[]), Ordering::Relaxed);
     }
 
-    /// Prepares a unit of a shard's image, which is one stretch of it, and has its checksums recorded.
+    /// Prepares a unit of a shard's image, which is one stretch of the image, and records its checksums.
     fn assemble_image<W: Work>(
         &self,
         work: &W,
@@ -310,7 +310,7 @@ impl Assembler {
     ) -> Result<Assembled> {
         let range = unit.start as usize..unit.end as usize;
         let stretch = image.part(range).ok_or_else(Content::too_short)?;
-        // Look only once: each look at a stretch asks the kernel whose memory it is.
+        // Accessed only once, because each access asks the kernel for the id of this process.
         let bytes: &[u8] = &stretch;
         self.sum(work, (number, unit), bytes);
         let direct = file.is_direct() && bytes.len() >= PAGE as usize;
@@ -329,8 +329,8 @@ impl Assembler {
         (IoPath::Buffered, reason)
     }
 
-    /// Whether memory of a unit changed between its summing and its writing. If so, its bytes in the file have no
-    /// known sum. The memory of an image does not change.
+    /// Whether memory of a unit changed between the computation of its checksums and the write. If so, the checksum of
+    /// its bytes in the file is unknown. The memory of an image does not change.
     pub(super) fn has_changed(&self, number: usize, buf: &Buf) -> bool {
         let straight = buf.parts().iter().filter_map(|part| match part {
             Part::Source(memory) => Some(*memory),

@@ -1,5 +1,5 @@
-//! The part of an earlier checkpoint, its base, that a save reuses: files in which nothing has changed are linked
-//! instead of written (`docs/design.md`, Unchanged tensors).
+//! What a save reuses of an earlier checkpoint, its base: files in which nothing has changed are linked instead of
+//! written (`docs/design.md`, Unchanged tensors).
 
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -22,13 +22,12 @@ use crate::sys::fork::Held;
 use crate::sys::fs::{self, AtFlags};
 
 /// The bytes of a linked file are read about once in this many saves, because a disk can lose bytes without a write. In
-/// between, its inode and its time of modification vouch for them.
+/// between, the save relies on the file's inode and modification time.
 const TRUSTED: u64 = 16;
-/// Unchanged tensors get files of their own if they make up at least this part of the bytes that are written of their
-/// group.
+/// Unchanged tensors get separate files if they make up at least 1/`FEW` of the bytes that are written of their group.
 const FEW: u64 = 16;
 
-/// A state that is saved beside a base, and how its layout would be without one.
+/// A state that is saved with a base, and the inputs of its layout without a base.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct State<'a> {
     pub(crate) tensors: &'a [TensorSpec],
@@ -54,20 +53,20 @@ impl State<'_> {
     }
 }
 
-/// The shards of a base that a save links. They are in its workspace, under the names that [`provisional`] gives them
-/// until the layout is known.
+/// The shards of a base that a save links. They are in the save's workspace. Until the layout is known, they have the
+/// names that [`provisional`] returns.
 #[derive(Debug, Default)]
 pub(crate) struct LinkedShards {
     /// For each tensor, whether it is expected to stay unchanged.
     pub(crate) unchanged: Vec<bool>,
-    /// The shards, and for each its number and its entry in the base's manifest.
+    /// The linked shards, and the number and the entry of each in the base's manifest.
     pub(crate) shards: Vec<LinkedShard>,
     pub(crate) numbers: Vec<usize>,
     entries: Vec<ShardEntry>,
     vouched: Vec<Vouched>,
-    /// For each tensor in one of them, its entry in the base's manifest.
+    /// For each tensor in a linked shard, its entry in the base's manifest.
     tensors: Vec<Option<TensorEntry>>,
-    /// Why not everything that is unchanged could be linked.
+    /// Why some unchanged tensors could not be linked.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -77,7 +76,7 @@ fn provisional(number: usize) -> String {
 }
 
 impl LinkedShards {
-    /// Nothing is linked yet, and frozen tensors are expected to stay unchanged.
+    /// An empty list of linked shards. Frozen tensors are expected to stay unchanged.
     pub(crate) fn new(state: &State<'_>) -> Self {
         let tensors = 0..state.tensors.len();
         let unchanged = tensors.clone().map(|tensor| state.is_frozen(tensor)).collect();
@@ -95,7 +94,7 @@ impl LinkedShards {
         Reuse { unchanged: &self.unchanged, linked: &self.shards }
     }
 
-    /// The files that were linked, and the bytes of tensors in them.
+    /// The number of linked files, and the number of bytes of tensors in them.
     pub(crate) fn linked(&self) -> Linked {
         let bytes = self.entries.iter().map(|shard| shard.bytes - shard.data_offset).sum();
         Linked { files: self.entries.len(), bytes }
@@ -109,8 +108,8 @@ impl LinkedShards {
         })
     }
 
-    /// Compares a state with its base, and links the files that it can. Problems with the base become warnings, and
-    /// more is written.
+    /// Compares a state with its base, and links the files that can be linked. Problems with the base become warnings,
+    /// and more is written.
     pub(super) fn find(
         workspace: &Workspace,
         (state, contents): (&State<'_>, &[Content]),
@@ -127,7 +126,7 @@ impl LinkedShards {
         Ok(linked)
     }
 
-    /// Opens a base. A path without one is a warning.
+    /// Opens a base. If there is no usable base at the path, adds a warning.
     pub(crate) fn open(&mut self, path: &Path, block_size: u64) -> Option<Checkpoint> {
         let why = match open(path, block_size) {
             Ok(base) => return Some(base),
@@ -137,7 +136,7 @@ impl LinkedShards {
         None
     }
 
-    /// Links the files that it can, given for each tensor its number in the base if it is unchanged.
+    /// Links the files that can be linked. `same` has for each tensor its number in the base if it is unchanged.
     pub(crate) fn link(
         &mut self,
         workspace: &Workspace,
@@ -175,8 +174,8 @@ impl LinkedShards {
         Ok(())
     }
 
-    /// Notes the files that another process has linked from a base with this manifest, and the tensors that it expects
-    /// to stay unchanged. Refuses shards that are not of this state.
+    /// Records the files that another process has linked from a base with this manifest, and the tensors that it
+    /// expects to stay unchanged. Refuses shards that do not belong to this state.
     pub(crate) fn follow(
         &mut self,
         state: &State<'_>,
@@ -197,7 +196,7 @@ impl LinkedShards {
         Ok(())
     }
 
-    /// The entries of all shards and tensors of a plan: the base's for linked ones, the others as they were `written`.
+    /// The entries of all shards and tensors of a plan: from the base for linked ones, and as `written` for the others.
     pub(super) fn united(
         &self,
         plan: &Plan,
@@ -216,8 +215,8 @@ impl LinkedShards {
         (all, plan.places.iter().enumerate().filter_map(tensor).collect())
     }
 
-    /// The facts that vouch for the bytes of each shard of a plan in the workspace. Nothing, if a file cannot be
-    /// examined: then all are read before they are linked.
+    /// The facts by which a later save trusts the bytes of each shard of a plan in the workspace. Empty if a file
+    /// cannot be examined: in that case, the next save reads all shards before it links them.
     pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
             let (modified, inode) = changed(workspace.directory(), file).ok()?;
@@ -229,8 +228,8 @@ impl LinkedShards {
         all.collect::<Option<_>>().unwrap_or_default()
     }
 
-    /// Keeps nothing separate in a group that is rewritten almost completely: a file for a few constants would only be
-    /// one more file.
+    /// Separates no tensors in a group that is rewritten almost completely: a file for a few constants would only add a
+    /// file.
     fn leave_a_few(&mut self, state: &State<'_>) {
         let groups: Vec<_> = (0..state.tensors.len()).map(|tensor| state.group_of(tensor)).collect();
         let mut bytes = vec![[0; 2]; state.groups.len()];
@@ -249,7 +248,7 @@ impl LinkedShards {
     }
 }
 
-/// Opens a base, or returns why there is none.
+/// Opens a base, or returns why it cannot be one.
 fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String> {
     let base = Checkpoint::open(path).map_err(|error| error.to_string())?;
     let (body, path) = (base.body(), path.display());
@@ -266,8 +265,8 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
     Ok(base)
 }
 
-/// The shards of a base that hold nothing but tensors of this state, unchanged, and go to one group of it. `same` has
-/// for each tensor of the state its number in the base.
+/// The shards of a base whose tensors are all in this state, unchanged, and all in the same group of it. `same` has for
+/// each tensor of the state its number in the base.
 fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
     let mut own = vec![None; base.tensors.len()];
     for (tensor, index) in same.iter().enumerate() {
@@ -295,7 +294,7 @@ fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usi
     whole.collect()
 }
 
-/// The ones that are worth linking.
+/// The shards of the base that are worth linking.
 fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
     let whole = shards_of(base, same, state);
     let mut unchanged = vec![0; state.groups.len()];
@@ -309,8 +308,8 @@ fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(us
     worth_linking(whole, unchanged, state.shard_size)
 }
 
-/// Leaves out small shards that are no larger than the tensors written in their group because they are unchanged,
-/// `unchanged` bytes: the two become one shard. So linked shards double in size, and their number stays small even if
+/// Leaves out small shards that are no larger than the unchanged tensors that are written in their group (`unchanged`
+/// bytes): both together become one shard. So linked shards double in size, and their number stays small even if
 /// tensors stop changing one by one.
 fn worth_linking(
     whole: Vec<(usize, LinkedShard)>,
@@ -330,8 +329,8 @@ fn worth_linking(
     whole.into_iter().zip(kept).filter_map(|(one, kept)| kept.then_some(one)).collect()
 }
 
-/// Links shard `index` of the base into the workspace, after a check of its bytes or of the facts that vouch for them.
-/// Returns the facts that vouch for them from now on.
+/// Links shard `index` of the base into the workspace, after a check of its bytes or of the facts by which they are
+/// trusted. Returns the facts by which later saves trust them.
 fn link(
     workspace: &Workspace,
     base: &Checkpoint,
@@ -354,12 +353,12 @@ fn link(
     let is_known = |vouched: &&Vouched| (vouched.modified, vouched.inode) == before;
     let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
-        // These reads are not progress of the save.
+        // These reads do not count as progress of the save.
         base.check_shard(index, options, &mut |_, _| progress(0, 0))?;
     }
     if vouched.is_none() {
-        // Another program may have made it without syncing it, for example a copy made by a user. After the link, the
-        // sync would wait for the file system to write that, too.
+        // Another program may have created the file without a sync, for example when a user copied it. After the link,
+        // the sync would wait until the file system has written the link, too.
         sync(open.as_fd()).map_err(Error::io("sync the base's file", &path))?;
     }
     let name = provisional(number);
@@ -368,15 +367,15 @@ fn link(
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    // A clone is a different file from the base's.
+    // A clone is a different file from the base's file.
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);
     Ok(Vouched { modified: before.0, links: links.saturating_add(1), inode })
 }
 
-/// Whether it is the turn of a shard to be read. Shards take turns by their checksums, so that not all of them are read
-/// in the same save.
+/// Whether a shard is due to be read. The turn of a shard depends on its checksum, so that not all shards are read in
+/// the same save.
 fn is_due(shard: &ShardEntry, links: u64) -> bool {
     let turn = checksum::from_hex(shard.crc.as_bytes()).unwrap_or(0);
     links % TRUSTED == turn % TRUSTED

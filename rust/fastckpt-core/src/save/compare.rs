@@ -1,4 +1,4 @@
-//! Compares a state in memory with the checksums that an earlier checkpoint has of it. Reads nothing from a disk.
+//! Compares a state in memory with its checksums in an earlier checkpoint. Reads nothing from storage.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,12 +15,12 @@ use crate::format::geometry::{self, Extent};
 use crate::format::layout::TensorSpec;
 use crate::format::manifest::{Body, TensorEntry};
 
-/// A tensor that may equal the base's.
+/// A tensor that may be equal to one of the base.
 struct Candidate<'a> {
     tensor: usize,
     index: usize,
     entry: &'a TensorEntry,
-    /// Number of its first extent among those of all candidates.
+    /// The number of its first extent among the extents of all candidates.
     first: usize,
     changed: AtomicBool,
 }
@@ -38,8 +38,8 @@ struct Comparison<'a> {
     total: u64,
 }
 
-/// For each tensor of a state, its number in the checkpoint `base`, if it has the same name, type and content there. Of
-/// a tensor that differs, little more is read than up to the first block that differs.
+/// For each tensor of a state, its number in the checkpoint `base`, if it has the same name, type and content there. If
+/// a tensor differs, little more is read than its bytes up to the first block that differs.
 pub(super) fn unchanged(
     tensors: &[TensorSpec],
     contents: &[Content],
@@ -74,7 +74,7 @@ impl<'a> Comparison<'a> {
         Self { contents, candidates, block_size: base.block_size, xzs, extents, batches, total }
     }
 
-    /// Sums the extents of a batch, except those of tensors that are known to have changed.
+    /// Computes the checksums of the extents of a batch, except extents of tensors that are known to have changed.
     fn batch(&self, number: usize) -> Result<()> {
         let live = self.extents[self.batches[number].clone()].iter();
         let live: Vec<_> = live
@@ -118,7 +118,7 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    /// Whether a tensor whose first checksums all equal the base's has its second one, too.
+    /// Whether a tensor whose first checksums all match the base also matches its second checksum.
     fn is_same(&self, candidate: &Candidate<'_>) -> bool {
         let Candidate { entry, first, changed, .. } = candidate;
         let xzs = self.xzs[*first..].iter().map(|xz| xz.load(Ordering::Relaxed));
@@ -127,8 +127,8 @@ impl<'a> Comparison<'a> {
     }
 }
 
-/// The tensors that have a counterpart of the same name, type and shape in `base`, with both checksums: its number
-/// there.
+/// The tensors that have a counterpart in `base` with the same name, type and shape and with both checksums, each with
+/// the counterpart's number.
 pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, usize)> {
     let known: HashMap<_, _> =
         base.tensors.iter().enumerate().map(|(index, entry)| (entry.name(), index)).collect();

@@ -1,4 +1,4 @@
-//! The end of a save: its files get an index and a manifest, become durable, and get the checkpoint's name.
+//! The end of a save: the files get an index and a manifest, become durable, and get the checkpoint's name.
 
 use std::time::Instant;
 
@@ -20,26 +20,26 @@ use crate::telemetry::{Operation, Phase};
 pub struct Figures {
     /// The engine.
     pub engine: String,
-    /// Why it is not the requested engine.
+    /// Why the engine is not the requested one.
     pub fallback: Option<String>,
     /// Worker threads.
     pub threads: u64,
-    /// Seconds from the start to the last byte.
+    /// Seconds from the start of the save to the last byte.
     pub seconds: f64,
-    /// The options of the call that the manifest keeps, by name, in words.
+    /// The options of the call that the manifest records: names and texts.
     pub options: Vec<(String, String)>,
 }
 
 /// The result of a commit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Committed {
-    /// Bytes of all tensors that were written.
+    /// The number of bytes of all tensors that were written.
     pub bytes: u64,
-    /// Seconds that the commit took, without those in which a shard became durable.
+    /// Seconds that the commit took, without the seconds in which a shard became durable.
     pub seconds: f64,
     /// Seconds in which a shard became durable.
     pub synced: f64,
-    /// Warnings for the caller, in words.
+    /// Warnings for the caller.
     pub warnings: Vec<String>,
     /// Number of shards.
     pub shards: usize,
@@ -49,7 +49,7 @@ pub struct Committed {
     pub linked: Linked,
 }
 
-/// Shards in a workspace, and the parts that make them a checkpoint.
+/// Shards in a workspace, and what makes them a checkpoint.
 pub(crate) struct Finish<'a> {
     /// The manifest, without shards and tensors.
     pub(crate) body: Body,
@@ -58,7 +58,7 @@ pub(crate) struct Finish<'a> {
     pub(crate) linked: &'a LinkedShards,
     /// The entries of the written shards and tensors.
     pub(crate) written: (Vec<ShardEntry>, Vec<TensorEntry>),
-    /// Whether several processes have written it: then it is checked as by a load.
+    /// Whether several processes wrote the shards. If so, the manifest is checked as by a load.
     pub(crate) joint: bool,
     /// Further files for the checkpoint's directory, by name and content.
     pub(crate) files: &'a [(&'a str, &'a [u8])],
@@ -67,7 +67,7 @@ pub(crate) struct Finish<'a> {
     pub(crate) unsynced: Option<Unsynced>,
 }
 
-/// Completes `workspace` and gives it the checkpoint's name. Until then a failure leaves the old checkpoint unchanged.
+/// Completes `workspace` and gives it the checkpoint's name. Until then, a failure leaves the old checkpoint unchanged.
 /// The replaced checkpoint is removed when the second value is dropped.
 pub(crate) fn finish(
     mut workspace: Workspace,
@@ -92,7 +92,7 @@ pub(crate) fn finish(
     operation.linked(reused.bytes);
     let synced = seal(&mut workspace, &body, files, unsynced, operation)?;
     let total = plan.written().map(|shard| shard.bytes).sum();
-    // The rest is quick and cannot be stopped half-way.
+    // The remaining steps are quick and cannot be stopped halfway.
     if !progress(total, total) {
         return Err(Error::Interrupted);
     }
@@ -110,9 +110,9 @@ pub(crate) fn finish(
     Ok((committed, displaced))
 }
 
-/// The second step: completes `workspace` with the caller's `files`, and with the index and the manifest for `body`.
-/// Makes them durable, together with the shard that the first step left `unsynced`. Returns the seconds that the sync of
-/// that shard took. Refuses a body with a missing shard.
+/// The second step of a save: completes `workspace` with the caller's `files`, and with the index and the manifest for
+/// `body`. Makes them durable, together with the shard that the first step left `unsynced`. Returns the seconds that
+/// the sync of that shard took. Refuses a body with a missing shard.
 pub fn seal(
     workspace: &mut Workspace,
     body: &Body,
@@ -127,7 +127,7 @@ pub fn seal(
     let index_file = index::encode(body)?;
     let files: Vec<_> = files.iter().copied().chain([(index::FILE, index_file.as_slice())]).collect();
     let mut rest = 0.0;
-    // A file system that has both the shard and its manifest to write makes them durable together.
+    // A file system that must write both the shard and its manifest makes them durable together.
     workspace.seal(shards, &files, &manifest::encode(body)?, || {
         let begin = Instant::now();
         // This also closes the file. If the commit failed while the file was open, NFS and FUSE would only rename it,

@@ -1,4 +1,4 @@
-//! Writes the units of a work: opens files, moves units, and makes files durable after their last unit.
+//! Writes units: opens files, moves the units, and makes each file durable after its last unit.
 
 use std::io;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::sys::file::DataFile;
 use crate::sys::slabs::Slab;
 use crate::telemetry::{Lane, State};
 
-/// Moves the units of a work into the files of a workspace.
+/// Moves units into the files of a workspace.
 pub(crate) struct WriteJob<'a, W> {
     pub(super) work: &'a W,
     workspace: &'a Workspace,
@@ -33,11 +33,11 @@ pub(crate) struct WriteJob<'a, W> {
     files: OpenFiles,
     total: u64,
     largest: usize,
-    /// Whether the only file is left unsynced until its manifest is written.
+    /// Whether the only file stays unsynced until its manifest is written.
     leaves_a_sync: bool,
-    /// That file, once it is written.
+    /// The unsynced file, once it is written.
     unsynced: OnceLock<Arc<OpenFile>>,
-    /// When the last unit was on the device, in nanoseconds after `begin`. The time after it was spent syncing.
+    /// When the last unit reached the device, in nanoseconds after `begin`. After that time, the job only synced.
     pub(crate) written: AtomicU64,
 }
 
@@ -73,12 +73,12 @@ impl<'a, W: Work> WriteJob<'a, W> {
         }
     }
 
-    /// The same job. If it has a single unit, the shard is left unsynced until its manifest is written.
+    /// The same job, but if it has a single unit, the shard stays unsynced until its manifest is written.
     pub(super) fn leaving_a_sync(self) -> Self {
         Self { leaves_a_sync: self.work.units() == 1, ..self }
     }
 
-    /// A unit that is ready to be written. With `copy_all`, it is written again.
+    /// A unit that is ready to be written. `copy_all` is set when it is written again.
     fn transfer(
         &self,
         number: usize,
@@ -91,7 +91,7 @@ impl<'a, W: Work> WriteJob<'a, W> {
         Ok(assembled.transfer(number, file, unit.start))
     }
 
-    /// A unit that is ready to be written, whose callbacks have copied their bytes to `slab`.
+    /// A unit that is ready to be written. Callbacks have copied their bytes of it to `slab`.
     fn fetched_transfer(&self, number: usize, file: Arc<OpenFile>, slab: Slab) -> Result<Transfer> {
         let unit = self.work.unit(number);
         let assembled = self.assembler.assemble_fetched(self.work, (number, &unit), &file, slab)?;
@@ -107,7 +107,7 @@ impl<'a, W: Work> WriteJob<'a, W> {
         if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
     }
 
-    /// The files that the workers left to be synced.
+    /// The file that the workers left unsynced.
     pub(super) fn unsynced(&self) -> Option<Unsynced> {
         let file = Arc::clone(self.unsynced.get()?);
         let index = self.work.unit(0).shard;
@@ -164,7 +164,7 @@ impl<W: Work> Job for WriteJob<'_, W> {
         }
         let index = self.work.unit(number).shard;
         let Some(file) = self.files.acquire(index, || self.open(index))? else {
-            // A file is closed when it is durable.
+            // A file is closed only after it is durable.
             return Ok(Start::Later(State::Fsync));
         };
         match fetched.take() {
@@ -189,7 +189,7 @@ impl<W: Work> Job for WriteJob<'_, W> {
         lane.moved(unit.len());
         if let Some(file) = self.files.release(unit.shard) {
             if self.leaves_a_sync {
-                // Its manifest follows at once, and a file system that has both to write makes them durable together.
+                // The manifest follows at once. A file system that must write both makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
                 let synced = lane.during(State::Fsync, || file.local()?.sync());

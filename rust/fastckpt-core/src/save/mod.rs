@@ -42,9 +42,9 @@ use crate::telemetry::{self, Kind, Operation};
 /// The bytes to save.
 #[derive(Debug, Clone, Copy)]
 pub enum Contents<'a> {
-    /// Tensors, each in its memory.
+    /// Tensors, each with its own contents.
     Tensors(&'a [Content]),
-    /// The shards of a plan as they will be on the disk. They cannot change. The plan is the request's.
+    /// The shards of a plan as they will be on the disk, in memory that cannot change. The plan must match the request.
     Images(&'a Plan, &'a [Stretch]),
 }
 
@@ -55,19 +55,19 @@ pub struct Request<'a> {
     pub path: &'a Path,
     /// The tensors.
     pub tensors: &'a [TensorSpec],
-    /// The groups of files that they are laid out over.
+    /// The groups of files over which the tensors are laid out.
     pub groups: &'a [Group],
     /// The size of a shard in bytes.
     pub shard_size: u64,
-    /// Their bytes.
+    /// The bytes of the tensors.
     pub contents: Contents<'a>,
-    /// An earlier checkpoint. Its unchanged files become part of this one.
+    /// An earlier checkpoint, whose unchanged files this checkpoint links.
     pub base: Option<&'a Path>,
     /// For each tensor, whether it is declared to stay unchanged in later saves. Empty if nothing is declared.
     pub frozen: &'a [bool],
     /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
-    /// The caller's metadata: also a JSON array of tokens.
+    /// The caller's metadata, also a JSON array of tokens.
     pub metadata: &'a str,
     /// Further files for the checkpoint's directory, by name and content.
     pub files: &'a [(&'a str, &'a [u8])],
@@ -75,9 +75,9 @@ pub struct Request<'a> {
     pub overwrite: bool,
 }
 
-/// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, no trace of it is
-/// left, and the old checkpoint is unchanged. There is one exception: if only the final sync of the parent directory
-/// fails, the new checkpoint already has the name, but may not survive a power cut.
+/// Writes a checkpoint. If this succeeds, the checkpoint is durable and visible. If it fails, no trace of it is left,
+/// and the old checkpoint is unchanged, with one exception: if only the final sync of the parent directory fails, the
+/// new checkpoint already has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, progress: Progress<'_>) -> Result<Report> {
     let operation = options.operation(Kind::Save, request.path);
     let outcome = write(request, options, &operation, progress, MAX_BYTES);
@@ -85,7 +85,7 @@ pub fn save(request: &Request<'_>, options: &Options, progress: Progress<'_>) ->
     outcome
 }
 
-/// A save whose manifest may have at most `most` bytes.
+/// Saves like [`save`], with a manifest of at most `most` bytes.
 fn write(
     request: &Request<'_>,
     options: &Options,
@@ -126,7 +126,7 @@ fn write(
     let (linked, written) = (&linked, (shards, tensors));
     let end = Finish { body, plan, linked, written, joint: false, files: request.files, figures, unsynced };
     let (committed, displaced) = finish(workspace, end, operation, progress)?;
-    // It is removed before the save ends.
+    // The old checkpoint is removed before the save ends.
     drop(displaced);
     let seconds = begin.elapsed().as_secs_f64();
     let mut phases = vec![
@@ -148,7 +148,7 @@ pub(crate) fn since_1970() -> f64 {
 }
 
 impl<'a> Request<'a> {
-    /// The layout of a save that links nothing, and where its bytes come from.
+    /// The layout of a save that links nothing, and the bytes of its shards.
     fn lay_out(&self, options: &Options) -> Result<(Cow<'a, Plan>, Bytes<'a>)> {
         Ok(match self.contents {
             Contents::Tensors(contents) => {
@@ -162,8 +162,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Links the unchanged files of a base. Returns the tensors' contents, the linked files, and the layout of the
-    /// rest, if it differs from `first`.
+    /// Links the unchanged files of a base. Returns the tensors' contents, the linked files, and the new layout if it
+    /// differs from `first`.
     fn compare(
         &self,
         workspace: &Workspace,
@@ -183,7 +183,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The tensors as contents: the images of a plan have them, each at its place.
+/// The tensors as contents. If the shards are images, each tensor is at its place in an image.
 fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Result<Cow<'a, [Content]>> {
     let images = match *bytes {
         Bytes::Tensors(contents) => return Ok(Cow::Borrowed(contents)),
@@ -196,8 +196,8 @@ fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Re
     places.collect::<Option<Vec<_>>>().map(Cow::Owned).ok_or_else(Content::too_short)
 }
 
-/// A manifest without shards and tensors. `texts` are the structure, the metadata and the states of ranks alone; the
-/// last may be empty, and is left out then.
+/// A manifest without shards and tensors. `texts` are the structure, the metadata and the states that ranks saved for
+/// themselves. If the last text is empty, it is left out.
 pub(crate) fn empty_body(
     created: f64,
     block_size: u64,
@@ -219,7 +219,7 @@ pub(crate) fn empty_body(
 
 /// Refuses a state whose manifest would have more than `most` bytes. `texts` are the arguments of [`empty_body`].
 pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], most: u64) -> Result<()> {
-    // A cheap bound decides for nearly all states.
+    // A cheap bound is enough for nearly all states.
     if manifest::at_most(tensors, plan, texts) <= most {
         return Ok(());
     }

@@ -14,9 +14,9 @@ use crate::telemetry::Operation;
 /// The bytes of the shards of a plan.
 #[derive(Debug, Clone, Copy)]
 pub enum Bytes<'a> {
-    /// The memory of each tensor. For tensors in shards that are not written, this does not matter.
+    /// The contents of each tensor. Contents of tensors in shards that are not written are ignored.
     Tensors(&'a [Content]),
-    /// The shards as they will be on the disk. They cannot change.
+    /// The shards as they will be on the disk, in memory that cannot change.
     Images(&'a [Stretch]),
 }
 
@@ -25,11 +25,11 @@ pub enum Bytes<'a> {
 pub struct Part<'a> {
     /// The layout of the whole checkpoint.
     pub plan: &'a Plan,
-    /// All its tensors.
+    /// All tensors of the checkpoint.
     pub tensors: &'a [TensorSpec],
-    /// Their bytes.
+    /// The bytes of the shards.
     pub bytes: Bytes<'a>,
-    /// Which shards to write: their indices in the plan, ascending.
+    /// The shards to write: their indices in the plan, ascending.
     pub shards: &'a [usize],
 }
 
@@ -39,12 +39,12 @@ impl<'a> Part<'a> {
         self.shards.binary_search(&index).is_ok()
     }
 
-    /// The shards.
+    /// The shards of this part.
     pub(super) fn shards(&self) -> impl Iterator<Item = &'a Shard> + Clone {
         self.shards.iter().map(|&index| &self.plan.shards[index])
     }
 
-    /// Bytes of the tensors in its shards.
+    /// The number of bytes of the tensors in these shards.
     pub(super) fn total(&self) -> u64 {
         self.shards().map(|shard| shard.bytes - shard.header.len() as u64).sum()
     }
@@ -75,7 +75,7 @@ pub struct Unsynced {
 }
 
 impl Unsynced {
-    /// Makes it durable and closes it.
+    /// Makes the shard durable and closes it.
     pub fn sync(self, operation: &Operation) -> Result<()> {
         self.file.local().and_then(DataFile::sync).map_err(Error::io("sync", &self.path))?;
         operation.durable(self.bytes);

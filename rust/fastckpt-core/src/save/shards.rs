@@ -19,24 +19,24 @@ use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::sys::file::DataFile;
 use crate::telemetry::{Operation, Phase};
 
-/// Shards that are written.
+/// Shards that have been written.
 #[derive(Debug)]
 pub struct Written {
-    /// Their entries in the manifest.
+    /// The shards' entries in the manifest.
     pub shards: Vec<ShardEntry>,
-    /// The entries of their tensors.
+    /// The entries of the shards' tensors.
     pub tensors: Vec<TensorEntry>,
-    /// A single shard of one block, which is not durable yet: [`super::seal`] makes it durable. `None` in a process
+    /// A single shard of one block that is not durable yet, which [`super::seal`] makes durable. `None` in a process
     /// that joined.
     pub unsynced: Option<Unsynced>,
-    /// What ran.
+    /// How the workers moved the blocks.
     pub ran: Ran,
     /// Seconds spent allocating the files, writing them, and then syncing them.
     pub seconds: [f64; 3],
 }
 
 /// Allocates the shards of `part` in `workspace`, then writes them and makes them durable in parallel. No other process
-/// must write them.
+/// may write them.
 pub fn write_shards(
     workspace: &Workspace,
     part: &Part<'_>,

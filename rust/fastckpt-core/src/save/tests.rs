@@ -12,7 +12,7 @@ use crate::format::groups;
 use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::read::Checkpoint;
 
-/// Tensors whose names need escapes, of several extents, and of a dtype that must be named. Also counts the reads.
+/// Tensors of several extents, with names that need escapes and with a dtype that must be named. Also counts the reads.
 fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
     let spec = |name: &str, bytes: u64| TensorSpec {
         name: name.to_owned(),
@@ -72,7 +72,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     }
     assert_eq!(read.load(Ordering::Relaxed), 0);
     assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
-    // What fits is not refused.
+    // A state that fits is not refused.
     save(len + 2 * 4096).unwrap();
 
     let plan = lay_out(&tensors, 8 << 20, PAGE).unwrap();
@@ -116,7 +116,7 @@ fn lay_out(tensors: &[TensorSpec], shard: u64, block: u64) -> Result<Plan> {
     layout::lay_out(tensors, &groups::of(""), Sizes { shard, block }, &layout::Reuse::default())
 }
 
-/// Two tensors of 3 pages and a bit, one shard each, with their contents and their plan.
+/// Two tensors of a little more than 3 pages, in one shard each, with their contents and their plan.
 struct Small {
     tensors: Vec<TensorSpec>,
     contents: Vec<Content>,
@@ -149,7 +149,7 @@ impl Small {
         write_shards(workspace, &part, &Options::default(), &operation, &mut |_, _| true)
     }
 
-    /// The body with these entries, in the order of the plan.
+    /// The body with these entries, which are in the order of the plan.
     fn body(&self, shards: Vec<ShardEntry>, tensors: Vec<TensorEntry>) -> Body {
         Body { shards, tensors, ..empty_body(1.5, self.plan.block_size, ["[]", "[]", ""]).unwrap() }
     }
@@ -164,7 +164,7 @@ fn seal_here(workspace: &mut Workspace, body: &Body, unsynced: Option<Unsynced>)
     seal(workspace, body, &[], unsynced, &operation).map(drop)
 }
 
-/// Saves `fills` to `path`.
+/// Saves two tensors filled with `fills` to `path`.
 pub(crate) fn saved(path: &Path, fills: [u8; 2]) -> PathBuf {
     let Small { tensors, contents, .. } = small(fills);
     let request = Request {
@@ -250,7 +250,7 @@ fn others_join_a_workspace_and_write_their_part() {
     let ours = state.write(&workspace, &[0]).unwrap();
     assert_eq!((theirs.tensors.len(), theirs.tensors[0].shard(), ours.tensors[0].shard()), (1, 1, 0));
     let body = state.body([ours.shards, theirs.shards].concat(), [ours.tensors, theirs.tensors].concat());
-    // A process that joined cannot end it, however it leaves.
+    // A process that joined cannot end the workspace, however it leaves.
     let mut again = Workspace::join(&path, workspace.temporary()).unwrap();
     assert!(seal_here(&mut again, &body, None).unwrap_err().to_string().contains("another process"));
     assert!(again.publish().unwrap_err().to_string().contains("another process"));
@@ -298,7 +298,7 @@ fn a_part_of_one_block_is_left_to_be_synced() {
     let first = state.write(&workspace, &[0]).unwrap();
     let unsynced = first.unsynced.as_ref().unwrap();
     assert_eq!(unsynced.path, workspace.path_of(&first.shards[0].file));
-    // Nothing could sync it for a process that joined.
+    // In a process that joined, no later step could sync the file.
     let joined = Workspace::join(&path, workspace.temporary()).unwrap();
     let second = state.write(&joined, &[1]).unwrap();
     assert!(second.unsynced.is_none());

@@ -17,20 +17,20 @@ use crate::sys::memory::Source;
 /// The blocks of a part, and their checksums.
 pub(super) struct Whole<'a> {
     part: &'a Part<'a>,
-    /// The memory of each tensor; empty if there are `images`.
+    /// The contents of each tensor; empty if there are `images`.
     contents: &'a [Content],
     /// The shards as they will be on the disk.
     images: &'a [Stretch],
-    /// Number of the first block of each shard, then the number of all blocks.
+    /// The number of the first block of each shard, and then the number of all blocks.
     first_block: Vec<usize>,
-    /// Number of the first extent of each tensor, then the number of all extents.
+    /// The number of the first extent of each tensor, and then the number of all extents.
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     extent_xzs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
 }
 
-/// The sum before each element, then the sum of all.
+/// The sum of all elements before each element, and then the sum of all.
 fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
     let mut all = vec![0];
     all.extend(counts.scan(0, |sum, count| {
@@ -139,7 +139,7 @@ impl Work for Whole<'_> {
         let mut units = units.map(|number| self.unit(number)).peekable();
         let mut wanted = Vec::new();
         while let Some(mut run) = units.next() {
-            // Units of one shard are adjacent here as they are there, so a tensor is requested in one piece.
+            // Adjacent units of a shard are also adjacent in `to`, so a tensor is requested in one piece.
             while let Some(next) = units.next_if(|next| (next.shard, next.start) == (run.shard, run.end)) {
                 run.end = next.end;
             }
@@ -198,7 +198,7 @@ impl Work for Whole<'_> {
     }
 }
 
-/// The second checksum of a tensor, given those of its extents.
+/// The second checksum of a tensor, given the second checksums of its extents.
 pub(crate) fn whole_xz(placement: Placement, block_size: u64, xzs: impl Iterator<Item = u64>) -> u64 {
     let extents = geometry::extents(placement, 0..placement.bytes, block_size);
     extents
@@ -218,7 +218,7 @@ pub(crate) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
     }
 }
 
-/// The manifest's entry for a tensor with these checksums: of its extents, and the second one.
+/// The manifest's entry for a tensor with these checksums: those of its extents, and its second checksum.
 pub(crate) fn tensor_entry(
     tensor: &TensorSpec,
     (shard, offset): (usize, u64),

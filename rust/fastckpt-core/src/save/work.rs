@@ -1,4 +1,4 @@
-//! The work of a job, from the job's point of view: units of bytes, their sources, and their checksums.
+//! The work of a job as the job sees it: units of bytes, their sources, and their checksums.
 
 use std::ops::Range;
 
@@ -9,15 +9,15 @@ use crate::format::layout::{Plan, Shard};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 
-/// Bytes of one shard that one transfer writes. They are in one block. They begin at a page, and end at one or at the
-/// end of the file.
+/// Bytes of one shard that one transfer writes. They are in one block. They begin at a page boundary, and end at a page
+/// boundary or at the end of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Unit {
     /// Index of the shard in the plan.
     pub(crate) shard: usize,
     /// First byte, counted in the file.
     pub(crate) start: u64,
-    /// The offset after its last byte.
+    /// The offset after the last byte.
     pub(crate) end: u64,
 }
 
@@ -26,7 +26,7 @@ impl Unit {
         self.end - self.start
     }
 
-    /// Its length in whole pages.
+    /// The length in whole pages.
     pub(crate) const fn padded(&self) -> usize {
         self.len().next_multiple_of(PAGE) as usize
     }
@@ -43,18 +43,18 @@ pub(crate) trait Work: Sync {
     /// Unit `number`.
     fn unit(&self, number: usize) -> Unit;
 
-    /// Number of shards with units, and the bytes of a shard that the units of this job cover.
+    /// The number of shards with units.
     fn files(&self) -> usize;
 
     /// The bytes of shard `index` that belong to units.
     fn bytes_of(&self, index: usize) -> u64;
 
-    /// See [`extents`].
+    /// The extents in a unit. See [`extents`].
     fn extents(&self, unit: &Unit) -> impl Iterator<Item = Extent> {
         extents(self.plan(), unit)
     }
 
-    /// Whether the bytes of a unit have arrived. A unit whose bytes are not there is requested repeatedly.
+    /// Whether the bytes of a unit have arrived. Until they have, the unit is requested repeatedly.
     fn is_ready(&self, _number: usize) -> Result<bool> {
         Ok(true)
     }
@@ -69,41 +69,41 @@ pub(crate) trait Work: Sync {
         false
     }
 
-    /// The number of bytes of a unit that callbacks copy to the place that they are written from, or `None` if
-    /// callbacks copy none.
+    /// The number of bytes of a unit that callbacks copy to the place from which they are written; `None` if callbacks
+    /// copy none.
     fn fetched(&self, _number: usize) -> Option<u64> {
         None
     }
 
-    /// Has callbacks copy their bytes of `units`. The bytes of each are at their places in the file in `to`, and take
-    /// whole pages.
+    /// Makes callbacks copy their bytes of `units`. In `to`, each unit takes whole pages, and its bytes are at the same
+    /// places as in the file.
     fn fetch(&self, _units: Range<usize>, _to: &mut [u8]) -> Result<()> {
         Ok(())
     }
 
-    /// Copies the missing bytes of a unit that was fetched, except its header. `to` has all its bytes.
+    /// Copies the bytes of a fetched unit that are still missing, except its header. `to` has all bytes of the unit.
     fn complete(&self, _number: usize, _to: &mut [u8]) -> Result<()> {
         Ok(())
     }
 
-    /// Adds to `found` the stretches of `extent` that are in host memory in the order of the file, each with its file
+    /// Adds to `found` the stretches of `extent` that are in host memory, in the order of the file, each with its file
     /// offset.
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()>;
 
-    /// Copies bytes of tensor `tensor`, from `start` on, and returns their checksums.
+    /// Copies bytes of `tensor`, from `start` on, and returns their checksums.
     fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Pair>;
 
-    /// Takes the checksums of an extent, or of the part of it in the unit. It is the `place`th of the unit.
+    /// Takes the checksums of an extent, or of its part in the unit. The extent has the number `place` in the unit.
     fn summed(&self, number: usize, place: usize, extent: &Extent, sum: Pair);
 
     /// Takes the CRC of a unit that is ready to be written. `again` is whether its bytes may be requested again.
     fn assembled(&self, number: usize, sum: u64, again: bool);
 
-    /// A unit is in its file.
+    /// Called when a unit is in its file.
     fn written(&self, _number: usize) {}
 }
 
-/// The extents in a unit of a plan, or their parts in it.
+/// The extents in a unit of a plan, or their parts in the unit.
 pub(crate) fn extents(plan: &Plan, unit: &Unit) -> impl Iterator<Item = Extent> {
     let range = unit.start..unit.end;
     let block = geometry::down(unit.start, plan.block_size);

@@ -7,18 +7,18 @@ use super::spread::{Bounds, Groups};
 /// The shape of a tensor that has bytes, in units of whole bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// At least one dimension, none of size zero.
+    /// The size of each dimension: at least one size, and none is zero.
     pub(super) sizes: Vec<u64>,
     /// Bytes of an element.
     pub(super) item: u64,
-    /// If elements share bytes: along the last dimension, this many of them...
+    /// If elements share bytes, `elements` neighbours along the last dimension...
     elements: u64,
-    /// ...are this many bytes, and the last dimension is counted in bytes.
+    /// ...take `bytes` bytes, and the last dimension is counted in bytes.
     bytes: u64,
 }
 
 impl Shape {
-    /// The shape of a tensor of `bytes`, not zero.
+    /// The shape of a tensor of `bytes` bytes, which must not be 0.
     pub(super) fn new(sizes: &[u64], bytes: u64) -> Result<Self, String> {
         let elements = sizes.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
         let bits = bytes.checked_mul(8).filter(|_| i64::try_from(bytes).is_ok());
@@ -42,7 +42,7 @@ impl Shape {
         Ok(shape)
     }
 
-    /// The only one-dimensional shape of `bytes`.
+    /// The one-dimensional shape of `bytes` elements of one byte.
     pub(super) fn flat(bytes: u64) -> Self {
         Self { sizes: vec![bytes], item: 1, elements: 1, bytes: 1 }
     }

@@ -1,8 +1,8 @@
-//! The bytes of a tensor that ranks have: intervals of it, each with the ranks that have boxes there. Pure.
+//! The bytes of a tensor that ranks have: intervals of the tensor, each with the ranks that have boxes there. Pure.
 //!
 //! An interval is a range of **lines**. A line is everything under one index of the first `level` dimensions, so it is
-//! contiguous. Every interval has a section, which divides each of its lines among the boxes of ranks: in cells, which
-//! are boxes themselves and do not overlap. A tile is the part of a rank's box in one cell.
+//! contiguous. Every interval has a section, which divides each of its lines among the boxes of ranks. The parts are
+//! cells: boxes that do not overlap. A tile is the part of a rank's box in one cell.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,11 +12,11 @@ use super::bytes::{Shape, len};
 use super::spread::{Bounds, Groups};
 use super::tiles::Tiles;
 
-/// Boxes whose contiguous pieces have this many bytes on average are written by their ranks: more operations cost less
-/// than an exchange.
+/// If the contiguous pieces of boxes have at least this many bytes on average, their ranks write them: more operations
+/// cost less than an exchange.
 pub(super) const LONG: u128 = 64 << 10;
 
-/// By section and copy: the ranks that give some of it, ascending.
+/// For each section and copy, the ranks that give a part of it, ascending.
 type Givers = HashMap<(u32, u32), Arc<[u32]>>;
 
 /// The bytes of a tensor that ranks have. It is the same for all tensors with the same shape, bytes and spreads.
@@ -24,34 +24,34 @@ type Givers = HashMap<(u32, u32), Arc<[u32]>>;
 pub(super) struct Cover {
     /// The boxes, and their parts in cells.
     pub(super) tiles: Tiles,
-    /// The number of dimensions that count lines.
+    /// The number of leading dimensions whose indices are counted as lines.
     level: usize,
-    /// The first byte of each interval, and the bytes of the tensor.
+    /// The first byte of each interval, and then the number of bytes of the tensor.
     starts: Vec<u64>,
     /// The section of each interval.
     sections: Vec<u32>,
-    /// The first cell of each section, and the number of cells.
+    /// The number of the first cell of each section, and then the number of cells.
     cells: Vec<u32>,
-    /// The place in `tiled` of the first tile of each cell, and its length.
+    /// The place in `tiled` of the first tile of each cell, and then the length of `tiled`.
     tiles_of: Vec<u32>,
     tiled: Vec<u32>,
-    /// The ranks that have something of a section, ascending, for sections of several boxes.
+    /// For sections of several boxes: the ranks that have a part of the section, ascending.
     everyone: HashMap<u32, OnceLock<Box<[u32]>>>,
-    /// The most ranks that hold the same bytes.
+    /// The maximum number of ranks that hold the same bytes.
     copies: u32,
     /// Whether boxes of several groups of ranks overlap.
     overlaps: bool,
-    /// The place of each spread in the order of copies: first those that have the whole tensor, then by lowest rank. So
-    /// copy 0 is of one spread, whole, if there is one.
+    /// The place of each spread in the order of copies: first spreads that hold the whole tensor, then by lowest rank.
+    /// So copy 0 comes from a single spread that holds the whole tensor, if there is one.
     precedence: Vec<(bool, u32)>,
-    /// By section and copy: the ranks that give some of a section of several cells, ascending.
+    /// For each section of several cells and each copy: the ranks that give a part of it, ascending.
     givers: Mutex<Givers>,
     /// A range of the tensor with bytes that no rank has.
     pub(super) gap: Option<Range<u64>>,
 }
 
 impl Cover {
-    /// The cover of a tensor of `shape`, not empty, that is logically `sizes`.
+    /// The cover of a tensor of the non-empty `shape`, whose logical shape is `sizes`.
     pub(super) fn new(shape: Shape, sizes: &[u64], spreads: &[&Groups]) -> Result<Self, String> {
         let tiles = Tiles::new(shape, sizes, spreads)?;
         let mut cover = Self {
@@ -150,8 +150,8 @@ impl Cover {
         self.gap = first.map(|interval| self.bytes(interval));
     }
 
-    /// Adds the cells of those parts of lines that are `deep` along the first dimensions inside of lines. All of
-    /// `boxes`, and no others, have these parts.
+    /// Adds the cells of those parts of lines that are `deep` along the first dimensions of a line. Exactly the `boxes`
+    /// contain these parts.
     fn cell(
         &mut self,
         boxes: &[u32],
@@ -213,12 +213,12 @@ impl Cover {
         self.tiles_of[from..=to].windows(2).map(|ends| &self.tiled[ends[0] as usize..ends[1] as usize])
     }
 
-    /// The most ranks that hold the same bytes.
+    /// The maximum number of ranks that hold the same bytes.
     pub(super) const fn copies(&self) -> u32 {
         self.copies
     }
 
-    /// Whether boxes of several groups of ranks overlap: of spreads that have nothing to do with each other.
+    /// Whether boxes of several groups of ranks overlap, which belong to unrelated spreads.
     pub(super) const fn overlaps(&self) -> bool {
         self.overlaps
     }
@@ -229,7 +229,7 @@ impl Cover {
         spreads[whose.slot as usize].ranks(whose.group)
     }
 
-    /// The ranks that have a cell, each with the first of its tiles there: one spread after another, ascending in each.
+    /// The ranks that have a cell, each with its first tile there: spread by spread, ascending in each spread.
     pub(super) fn holders(&self, cell: &[u32], spreads: &[&Groups]) -> Vec<(u32, u32)> {
         let slot = |tile| self.tiles.whose(tile).slot as usize;
         let of = |&tile: &u32| self.ranks(tile, spreads).iter().map(move |&rank| (rank, tile));
@@ -250,7 +250,7 @@ impl Cover {
         all.get(copy as usize % all.len().max(1)).copied()
     }
 
-    /// The ranks that give something of a copy of a section, ascending.
+    /// The ranks that give a part of a copy of a section, ascending.
     pub(super) fn givers(&self, section: u32, copy: u32, spreads: &[&Groups]) -> Arc<[u32]> {
         let mut known = self.givers.lock().unwrap_or_else(PoisonError::into_inner);
         let found = known.entry((section, copy)).or_insert_with(|| {
@@ -263,7 +263,7 @@ impl Cover {
         Arc::clone(found)
     }
 
-    /// Whether a section is one tile, and no part of its lines is missing.
+    /// Whether a section is a single tile that covers its whole lines.
     pub(super) fn is_one(&self, section: u32) -> bool {
         let mut cells = self.cells(section);
         let (Some(&[tile]), None) = (cells.next(), cells.next()) else { return false };
@@ -271,7 +271,7 @@ impl Cover {
         self.tiles.bounds(tile)[self.level..].iter().zip(sizes).all(|(range, &size)| len(range) == size)
     }
 
-    /// The ranks that have something of a section, ascending.
+    /// The ranks that have a part of a section, ascending.
     pub(super) fn everyone<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
         let ranks = |&tile: &u32| self.ranks(tile, spreads);
         let mut tiles = self.cells(section).flatten();
@@ -284,7 +284,7 @@ impl Cover {
         })
     }
 
-    /// The intervals that have something of `boxes`, ascending.
+    /// The intervals that contain a part of `boxes`, ascending.
     pub(super) fn intervals(&self, boxes: impl Iterator<Item = u32>) -> Vec<usize> {
         let shape = self.tiles.shape();
         let line = shape.sizes[self.level..].iter().product::<u64>() * shape.item;
@@ -300,12 +300,12 @@ impl Cover {
     }
 }
 
-/// The boxes of sections, while these are found.
+/// The boxes of sections, while sections are found.
 struct Sections {
-    /// By the only box; [`NONE`] if it is in no section alone.
+    /// For each box, the section that has only this box; [`NONE`] if there is none.
     single: Vec<u32>,
     several: HashMap<Box<[u32]>, u32>,
-    /// The start of each section's boxes in `boxes`, and their number.
+    /// The start of each section's boxes in `boxes`, and then the length of `boxes`.
     firsts: Vec<u32>,
     boxes: Vec<u32>,
 }
@@ -352,10 +352,10 @@ impl Sections {
     }
 }
 
-/// The number of dimensions whose indices are counted as lines.
+/// The number of leading dimensions whose indices are counted as lines.
 ///
-/// It is the first dimension that is not of size one. It is a later one if boxes are cut along it and have long runs
-/// even so.
+/// It counts the dimensions up to the first one with a size other than 1. It counts more if boxes are cut along a later
+/// dimension and their contiguous pieces are long even then.
 fn level(tiles: &Tiles) -> usize {
     let sizes = &tiles.shape().sizes;
     let first = (sizes.iter().take_while(|&&size| size == 1).count() + 1).min(sizes.len());

@@ -1,8 +1,8 @@
 //! Decides which of the ranks that hold the same bytes of a tensor supplies them to a save. Pure.
 //!
-//! Ranks that hold the same part of a tensor have its **copies**, in ascending order: copy 0 is the first rank's, copy
-//! 1 the next rank's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are
-//! declared equal may differ. Tensors are dealt so that every copy gives about as many bytes.
+//! Ranks that hold the same part of a tensor have its **copies**, in ascending order: the first rank has copy 0, the
+//! next one copy 1. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared
+//! equal may differ. Tensors are dealt so that every copy gives about the same number of bytes.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use super::table::{Deal, Share};
 use crate::error::Result;
 
-/// A tensor is not cut into pieces of fewer bytes, except for the last. One rank's excess over its share takes only a
-/// moment to write.
+/// A tensor is not cut into pieces of fewer bytes, except for the last piece. A rank needs only a moment to write this
+/// many bytes more than its share.
 const RUN: u64 = 64 << 20;
 /// A copy may give this fraction more than its share, so that a tensor need not be cut.
 const SPARE: u64 = 16;
@@ -23,10 +23,10 @@ struct Batch {
 }
 
 impl Share {
-    /// The deals of all tensors. Those in `first` come from copy 0, strictly.
+    /// Deals all tensors. All bytes of the tensors in `first` come from copy 0.
     pub(super) fn deal(&self, first: &[bool]) -> Result<Vec<Deal>> {
         let mut deals = vec![Deal::default(); self.tensors.len()];
-        // By spreads and number of copies: equal ones are balanced among themselves.
+        // Groups by spreads and number of copies. Each group is balanced separately.
         let mut groups: HashMap<(&[u32], u32), usize> = HashMap::new();
         let mut batches: Vec<(u32, Vec<Batch>)> = Vec::new();
         for tensors in &self.order {
@@ -64,8 +64,8 @@ impl Share {
         Ok(deals)
     }
 
-    /// Large batches first, in descending order: each whole from the copy that has given least, or in pieces where that
-    /// would be too much. Then the small ones in the order of files, so that a copy gives pieces of few files.
+    /// Large batches come first, in descending order: each whole from the copy that has given least, or in pieces if
+    /// that is too much. Then small ones follow in the order of files, so that a copy gives pieces of few files.
     fn balance(&self, copies: u32, mut batches: Vec<Batch>, deals: &mut [Deal]) {
         let share = batches.iter().map(|batch| batch.bytes).sum::<u64>().div_ceil(u64::from(copies));
         let mut given = vec![0u64; copies as usize];
@@ -83,7 +83,7 @@ impl Share {
                     }
                     open
                 };
-                // Not longer: if a copy is spread over several ranks, each of them should give some of it.
+                // A piece is not longer: if a copy is spread over several ranks, each should give a part of the tensor.
                 let end = (rest.start + RUN).next_multiple_of(self.block_size);
                 let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
                 let run = rest.start..if cut { end } else { rest.end };

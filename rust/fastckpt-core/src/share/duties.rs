@@ -1,7 +1,7 @@
 //! The duties of one rank: the ranges of files that it reads or writes, and its messages. Pure.
 //!
 //! Both sides of a message compute its items from the same cuts in the same order: intervals, blocks and pages cut a
-//! tensor into stretches with one owner each, and cells and tiles have an order.
+//! tensor into stretches with one owner each, and the cells and tiles of a stretch are in order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -33,28 +33,28 @@ pub struct FileRange {
 /// The duties of one rank.
 #[derive(Debug, Default)]
 pub struct Duties {
-    /// The ranges that it reads or writes, in order, not adjacent.
+    /// The ranges that the rank reads or writes, in order. No two are adjacent.
     pub ranges: Vec<FileRange>,
-    /// Bytes in `ranges` that it has or wants itself, in order.
+    /// Bytes in `ranges` that the rank has or wants itself, in order.
     pub local: Vec<Item>,
-    /// The same for parts of extents whose other parts other ranks read ([`Share::read_apart`]).
+    /// The same as `local`, for parts of extents whose other parts other ranks read ([`Share::read_apart`]).
     pub apart: Vec<Item>,
-    /// Messages with bytes in `ranges` that others have or want.
+    /// Messages with bytes in `ranges` that other ranks have or want.
     pub io: Vec<Message>,
-    /// Messages with bytes that it has or wants itself, or relays, and that others read or write.
+    /// Messages with bytes that the rank has, wants or relays, and that other ranks read or write.
     pub boxes: Vec<Message>,
-    /// Messages with bytes that it relays, from or to the ranks that have or want them.
+    /// Messages with bytes that the rank relays, from or to the ranks that have or want them.
     pub relays: Vec<Message>,
 }
 
 impl Duties {
-    /// Bytes that it has or wants itself, whether it or another rank reads or writes them.
+    /// Bytes that the rank has or wants itself, whether it or another rank reads or writes them.
     pub(crate) fn own(&self) -> impl Iterator<Item = &Item> {
         let given = self.boxes.iter().flat_map(|message| &message.items);
         self.local.iter().chain(given.filter(|item| item.own))
     }
 
-    /// The messages that the rank sends, and those that it receives, each in its order.
+    /// The messages that the rank sends, and the messages that it receives, each in order.
     #[must_use]
     pub fn lanes(&self, purpose: Purpose) -> (Vec<&Message>, Vec<&Message>) {
         let own = self.boxes.iter().collect();
@@ -68,7 +68,7 @@ impl Duties {
         }
     }
 
-    /// The places of the messages in `io` and in `relays` among all that a load sends.
+    /// The positions of the messages of `io` and of `relays` in the order in which a load sends all messages.
     #[must_use]
     pub fn sent(&self) -> [Vec<usize>; 2] {
         let places = |of: &[Message], others: &[Message]| {
@@ -80,8 +80,8 @@ impl Duties {
 }
 
 impl Share {
-    /// The duties of `rank`. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; for a
-    /// save, also if no rank has some of the bytes.
+    /// The duties of `rank`. Its parts count as memory without gaps. Fails if a spread does not fit its tensor. A save
+    /// also fails if no rank has some of the bytes.
     pub fn duties(&self, rank: u32, purpose: Purpose) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
@@ -96,7 +96,7 @@ impl Share {
         for shard in 0..self.files.len() {
             if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }
         }
-        // Extents that are read apart came first.
+        // The ranges of extents that several ranks read in parts were added first.
         work.ranges.sort_unstable_by_key(|range| (range.shard, range.start));
         for FileRange { shard, start, end } in std::mem::take(&mut work.ranges) {
             work.range(shard, start, end);
@@ -132,9 +132,9 @@ impl Share {
 
 /// The tiles of one rank in the tensors of one class.
 pub(super) struct Own {
-    /// Its intervals, in order.
+    /// The intervals of the rank, in order.
     pub(super) intervals: Vec<usize>,
-    /// By section: the number of the cell, the tile and the part of each of its tiles, in order.
+    /// For each section, the number of the cell, the tile and the part of each of the rank's tiles, in order.
     pub(super) tiles: HashMap<u32, Vec<(usize, u32, u32)>>,
 }
 
@@ -185,9 +185,9 @@ pub(super) struct At<'a, 'b> {
 pub(super) struct Work<'a> {
     pub(super) share: &'a Share,
     pub(super) rank: u32,
-    /// By tensor, for a save.
+    /// The deals of a save, by tensor.
     deals: &'a [Deal],
-    /// By class.
+    /// The tiles of this rank, by class.
     own: HashMap<usize, Rc<Own>>,
     places: Places,
     ranges: Vec<FileRange>,
@@ -243,7 +243,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// The item of `tile` of `rank` in `stretch` of the file. `None` if it has no bytes there.
+    /// The item of `tile` of `rank` in `stretch` of the file; `None` if the tile has no bytes there.
     pub(super) fn item(
         &mut self,
         held: &Held<'_>,
@@ -280,18 +280,18 @@ impl<'a> Work<'a> {
         self.io.add(far, self.spot(at, (self.rank, far)), item);
     }
 
-    /// Adds an item of this rank that another rank reads or writes, sent directly or through the relay.
+    /// Adds an item of this rank that another rank reads or writes. The item is sent directly or through the relay.
     pub(super) fn hand(&mut self, at: &At<'_, '_>, relay: Option<u32>, item: Item) {
         let near = relay.filter(|&relay| relay != self.rank).unwrap_or(at.run.rank);
         self.boxes.add(near, self.spot(at, (near, self.rank)), item);
     }
 
-    /// Adds an item of `peer` to those that this rank relays. Returns its place.
+    /// Adds an item that this rank relays for `peer`. Returns its place.
     pub(super) fn pass(&mut self, at: &At<'_, '_>, peer: u32, item: Item) -> (usize, u64) {
         self.relays.add(peer, self.spot(at, (self.rank, peer)), item)
     }
 
-    /// The intervals of which this rank sends or receives bytes: its own, and those that it may relay.
+    /// The intervals of which this rank sends or receives bytes: its own, and intervals that it may relay.
     pub(super) fn near(&mut self, held: &Held<'_>, own: &Own, relays: Option<Relays>) -> Vec<usize> {
         if relays != Some(Relays::Team) {
             return own.intervals.clone();
@@ -303,7 +303,7 @@ impl<'a> Work<'a> {
         all
     }
 
-    /// Adds an item of this rank that it reads or writes itself, of a stretch that begins at `start`.
+    /// Adds an item of this rank that this rank also reads or writes. The stretch of the item begins at `start`.
     pub(super) fn keep(&mut self, start: u64, item: Item) {
         match self.local.last_mut() {
             Some(last)
@@ -322,7 +322,7 @@ impl<'a> Work<'a> {
         owners.relays(self.share.class[held.tensor])
     }
 
-    /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
+    /// Adds the ranges of a file that this rank writes, and the items that it sends of the rest.
     fn grains(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.held(shard)?;
         for tensor in &held {
@@ -339,7 +339,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds the parts of an interval that others write: those of this rank, and those that it relays.
+    /// Adds the parts of an interval that other ranks write: parts that this rank has, and parts that it relays.
     fn send(&mut self, held: &Held<'_>, interval: usize, own: &Own, owners: &Owners) {
         let (section, relays) = (held.cover.section(interval), self.relays_of(held, owners));
         for (run, range) in owners.within(held.shard, held.interval(interval)) {
@@ -402,7 +402,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// The tensors of a file that lie in a run, each with its bytes there, counted in the file.
+/// The tensors of a file that lie in a run, each with its bytes in the run, counted in the file.
 pub(super) fn inside<'a, 'b>(
     held: &'a [Held<'b>],
     run: &Run,

@@ -1,4 +1,4 @@
-//! A tensor and the ranks that have or want it, and which of them gives bytes to their writer. Pure.
+//! A tensor, the ranks that have or want it, and which of these ranks give bytes to their writer. Pure.
 
 use std::ops::Range;
 
@@ -13,13 +13,13 @@ use crate::format::geometry::{STRAIGHT, down};
 pub(super) struct Held<'a> {
     pub(super) tensor: usize,
     pub(super) shard: usize,
-    /// Its bytes, counted in the file.
+    /// The bytes of the tensor, counted in the file.
     pub(super) range: Range<u64>,
     pub(super) cover: &'a Cover,
     pub(super) spreads: Vec<&'a Groups>,
-    /// Its logical shape.
+    /// The logical shape of the tensor.
     pub(super) sizes: &'a [u64],
-    /// The copy from which a save takes each tensor; a load has none.
+    /// The copies from which a save takes the tensor. A load has none.
     deal: Option<&'a Deal>,
     block_size: u64,
     page: u64,
@@ -52,17 +52,17 @@ impl<'a> Held<'a> {
         self.cover.at(offset - self.range.start)
     }
 
-    /// The ranks that have something of an interval.
+    /// The ranks that have a part of an interval.
     pub(super) fn everyone(&self, interval: usize) -> &'a [u32] {
         self.cover.everyone(self.cover.section(interval), &self.spreads)
     }
 
-    /// The copy that gives the byte at `offset` to a save, and the range of the file that comes from it.
+    /// The copy that gives the byte at `offset` to a save, and the range of the file that this copy gives.
     pub(super) fn copy(&self, offset: u64) -> (u32, Range<u64>) {
         self.deal.map_or_else(|| (0, self.range.clone()), |deal| deal.at(offset, &self.range))
     }
 
-    /// The ranks that give something of a copy of an interval, ascending.
+    /// The ranks that give a part of a copy of an interval, ascending.
     pub(super) fn givers(&self, interval: usize, copy: u32) -> Vec<u32> {
         let section = self.cover.section(interval);
         let mut cells = self.cover.cells(section);
@@ -78,7 +78,7 @@ impl<'a> Held<'a> {
         self.range.start.max(block)..self.range.end.min(block + self.block_size)
     }
 
-    /// Whether ranks want an extent in long parts, one rank each, and together all of it.
+    /// Whether an extent consists of several long parts, each of which exactly one rank wants as a whole.
     pub(super) fn is_apart(&self, extent: &Range<u64>) -> bool {
         let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
         let has_one_reader = |interval: usize| {
@@ -90,11 +90,11 @@ impl<'a> Held<'a> {
         first != last && (first..=last).all(has_one_reader)
     }
 
-    /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
+    /// The rank that gives a cell of a stretch of an interval to its `writer`, and the rank's tile in the cell.
     ///
-    /// It is the rank that has the copy. If the bytes are always compared, it may be the writer itself, if it has the
-    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap. For a
-    /// thin tensor, all bytes come from one copy, which has relays.
+    /// It is the rank that has the copy, unless the bytes are always compared: in a page in which a part begins, and
+    /// where boxes of several groups overlap. There it may be the writer itself, if it has the cell, or else the
+    /// nearest rank. For a thin tensor, all bytes come from one copy, which has relays.
     pub(super) fn giver(
         &self,
         cell: &[u32],
@@ -139,11 +139,11 @@ impl<'a> Held<'a> {
     }
 }
 
-/// The member of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These two are
-/// likely to be on one host, and in one copy of the model.
+/// The member of `ranks`, ascending, whose number has the most leading bits in common with the number of `owner`. The
+/// two ranks are likely to be on one host, and in one copy of the model.
 pub(super) fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
     while let [first, _, ..] = *ranks {
-        // The highest bit in which they differ. Ranks without it come first.
+        // The highest bit in which the remaining ranks differ. Ranks without this bit come first.
         let bit = 1 << (first ^ ranks[ranks.len() - 1]).ilog2();
         let (without, with) = ranks.split_at(ranks.partition_point(|rank| rank & bit == 0));
         ranks = if owner & bit == 0 { without } else { with };

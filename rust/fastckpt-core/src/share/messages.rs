@@ -1,4 +1,4 @@
-//! Items, and the messages into which those of a pair of ranks are put. Pure.
+//! Items, and the messages that carry them between two ranks. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -8,12 +8,12 @@ use crate::sys::strided::Rows;
 
 /// A message with this many bytes takes no more items, in a job of few ranks.
 const FULL: u64 = 1 << 20;
-/// The same in a job of any number of ranks.
+/// The lower limit of the size of a full message, in a job of any number of ranks.
 const LEAST: u64 = 64 << 10;
-/// Approximate bytes of one message from each rank of a job: a block may need one from each at the same time.
+/// Approximate bytes of one message from each rank of a job: a block may need one from every rank at the same time.
 const OF_ALL: u64 = 64 << 20;
-/// A message takes no item that is this many bytes or more after its first one in the file. So it does not hold memory
-/// for long on the side that reads or writes the file.
+/// A message takes no item that begins this many bytes or more after its first item in the file. So it does not hold
+/// memory for long on the side that reads or writes the file.
 const SPAN: u64 = 256 << 20;
 
 /// Bytes of one part of one rank, inside one block.
@@ -21,35 +21,35 @@ const SPAN: u64 = 256 << 20;
 pub struct Item {
     /// The tensor.
     pub tensor: usize,
-    /// A range of the tensor. The item is those bytes of the box in it, in the order of the tensor.
+    /// A range of the tensor. The item is the bytes of the box in this range, in the order of the tensor.
     pub bytes: Range<u64>,
     /// The part of the rank on the box side.
     pub part: u32,
-    /// The box, or a part of it: in the tensor, and in the memory of the part from `base` on.
+    /// The box, or a part of it: its position in the tensor, and in the memory of the part from `base` on.
     pub rows: Arc<Rows>,
     /// The position of the first byte of `rows` in the memory of the part.
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
-    /// Whether the rank on the box side of the message has or wants it itself.
+    /// Whether the rank on the box side of the message has or wants the item itself.
     pub own: bool,
-    /// If this rank relays it: the messages of [`super::Duties::relays`] from or to which its bytes go, each with the
-    /// first byte there.
+    /// If this rank relays the item: the messages of [`super::Duties::relays`] that supply or receive its bytes, each
+    /// with the position of the first byte there.
     pub relayed: Vec<(usize, u64)>,
 }
 
-/// Bytes that travel together from one rank to another: those of its items, one after another.
+/// Bytes that travel together from one rank to another: the bytes of its items, one item after another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
     /// The other rank.
     pub peer: u32,
     /// The number of bytes.
     pub bytes: u64,
-    /// Those of a lower phase come first.
+    /// Messages of a lower phase come first.
     pub phase: u64,
-    /// Whether one of the two ranks relays its bytes for the other.
+    /// Whether one of the two ranks relays the message for the other.
     pub hop: bool,
-    /// Not empty, in the order of files and offsets.
+    /// The items, at least one, in the order of files and offsets.
     pub items: Vec<Item>,
 }
 
@@ -57,22 +57,22 @@ pub struct Message {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Spot {
     pub(super) shard: usize,
-    /// Its first byte in that file.
+    /// The first byte of the item in the file.
     pub(super) offset: u64,
     pub(super) turn: Turn,
-    /// Whether it travels between a relay and a member of its team.
+    /// Whether the item travels between a relay and a member of its team.
     pub(super) hop: bool,
 }
 
-/// The place of an item among those of all ranks: the number of its block at the rank that reads or writes it, and then
+/// The place of an item in the order of all ranks: the number of its block at the rank that reads or writes it, then
 /// the distance between the two ranks.
 ///
-/// Every rank sends and receives in this order, so that no ranks wait in a circle. In each block, a rank serves first
-/// its neighbour, then the next rank: in the order of files, all ranks would serve one rank after another.
+/// Every rank sends and receives in this order, so that no ranks wait in a circle. In each block, a rank serves its
+/// neighbour first, then the next rank. In the order of files, all ranks would serve one rank after another.
 ///
-/// Before all other messages of a save come those between relays and the ranks that they relay for. In a load they come
-/// last in each window of blocks, and no message has bytes of two windows. So bytes that a relay passes on never wait
-/// for a message that waits for them, and a relay holds those of one window at a time.
+/// In a save, messages between relays and the ranks that they relay for come before all other messages. In a load, they
+/// come last in each window of blocks, and no message has bytes of two windows. So bytes that a relay passes on never
+/// wait for a message that waits for these bytes, and a relay holds the bytes of one window at a time.
 pub(super) type Turn = (u64, u32);
 
 /// The messages of one rank in one direction, while items are added.
@@ -80,23 +80,23 @@ pub(super) type Turn = (u64, u32);
 pub(super) struct Mailbox {
     /// A message with this many bytes takes no more items.
     full: u64,
-    /// Blocks of a window.
+    /// The number of blocks in a window.
     window: u64,
     /// The spot of the first item of each message, and the turn of its last one.
     messages: Vec<(Spot, Turn, Message)>,
-    /// The last message of each peer, by whether one of the two relays it for the other.
+    /// The last message of each peer: one that a relay passes on, and one that is sent directly.
     last: HashMap<(u32, bool), usize>,
 }
 
 impl Mailbox {
-    /// No messages yet, in a job of this many ranks, with windows of this many blocks.
+    /// An empty mailbox for a job of this many ranks, with windows of this many blocks.
     pub(super) fn new(ranks: u32, window: u64) -> Self {
         let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
         Self { full, window, messages: Vec::new(), last: HashMap::new() }
     }
 
-    /// Adds an item at `spot`. Items come in the order of files and offsets. Items of one pair of ranks must come in the
-    /// same order on both sides. Returns the number of its message, as they were begun, and its place there.
+    /// Adds an item at `spot`. Items come in the order of files and offsets, and on both sides of a pair of ranks in
+    /// the same order. Returns the number of its message, in the order of creation, and its place there.
     pub(super) fn add(&mut self, peer: u32, spot: Spot, item: Item) -> (usize, u64) {
         let key = (peer, spot.hop);
         if let Some(&last) = self.last.get(&key) {
@@ -118,8 +118,8 @@ impl Mailbox {
         (self.messages.len() - 1, 0)
     }
 
-    /// The messages in the order in which they are needed, which is that of their first items. A load sends a message
-    /// when all of it was read, so its order is that of their last items. Also returns the place of each in this order.
+    /// The messages in the order in which they are needed: by their first items. A load sends a message once all of it
+    /// is read, so a load orders messages by their last items. Also returns the place of each message in this order.
     pub(super) fn finish(self, load: bool) -> (Vec<Message>, Vec<usize>) {
         let mut order: Vec<_> = self.messages.into_iter().enumerate().collect();
         for (_, (first, _, message)) in &mut order {

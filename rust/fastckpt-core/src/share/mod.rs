@@ -1,5 +1,5 @@
 //! The division of work on one checkpoint among ranks: which rank reads or writes which bytes of the files, and which
-//! bytes travel between which ranks. Pure: every rank computes the same, and none of it is sent.
+//! bytes travel between which ranks. Pure: every rank computes the same result, so ranks need not exchange it.
 //!
 //! A [`Spread`] lists which ranks have which boxes of a tensor. The [`Share`] of a job has all tensors, their places in
 //! the files and their spreads. From these, [`Share::duties`] derives the duties of one rank: the ranges of files that

@@ -15,30 +15,30 @@ use super::teams::Teams;
 use crate::error::Result;
 use crate::format::geometry::down;
 
-/// The most ranks of a team, unless the caller sets its size: each of them sends messages to all others.
+/// The maximum number of ranks in a team, unless the caller sets its size: each of them sends messages to all others.
 const MOST: u32 = 128;
-/// In a job of `MANY` ranks or more, no rank should write more files: each is opened by all of its writers.
+/// In a job of `MANY` ranks or more, no rank should write more files: every writer of a file opens it.
 const FILES: u64 = 10;
 const MANY: u32 = 2048;
-/// The share of a member may end this fraction of a rank's mean bytes sooner or later, so that it ends with a file.
+/// A member's share may end earlier or later by this fraction of a rank's mean bytes, so that it ends with a file.
 const SPARE: u64 = 32;
 
 /// The runs of teams, while they are found.
 struct Finder<'a> {
     share: &'a Share,
-    /// Of a save, by tensor.
+    /// The deals of a save, by tensor.
     deals: &'a [Deal],
     load: bool,
     grain: u64,
     teams: Teams<'a>,
-    /// Of each file: the ranges, and the team that owns each.
+    /// For each file, its ranges and the team that owns each range.
     runs: Vec<Vec<(Range<u64>, usize)>>,
 }
 
 impl<'a> Finder<'a> {
-    /// The byte that decides which rank owns the grain at `start`, or the part of it in `region` of a file. In pages it
-    /// is the first, so that the rank with the start of a part need not send it; in longer grains it differs from grain
-    /// to grain, else the same ranks would have them all. The header belongs to the grain after it.
+    /// The byte that decides which rank owns the grain at `start`, or its part in `region` of a file. In a grain of one
+    /// page it is the first byte, so that the rank with the start of a part need not send it. In longer grains its
+    /// place varies, or else the same ranks would own all of them. The header belongs to the grain after it.
     fn deciding(&self, shard: usize, region: &Range<u64>, start: u64) -> u64 {
         let data = self.share.files[shard].0;
         let range = start.max(region.start)..region.end.min(down(start, self.grain) + self.grain);
@@ -55,7 +55,7 @@ impl<'a> Finder<'a> {
         Held::new(self.share, tensor, self.deals.get(tensor))
     }
 
-    /// Finds the runs of a file. A load cuts it where no rank wants some bytes: it often takes some of the tensors alone.
+    /// Finds the runs of a file. A load, which often takes some tensors only, cuts it where no rank wants some bytes.
     fn file(&mut self, shard: usize) -> Result<()> {
         let (order, mut runs) = (&self.share.order[shard], Vec::new());
         if self.load {
@@ -77,7 +77,7 @@ impl<'a> Finder<'a> {
         Ok(())
     }
 
-    /// Finds the runs of a region of a file, which begins with `held`.
+    /// Finds the runs of a region of a file, whose first tensor is `held`.
     fn region(
         &mut self,
         shard: usize,
@@ -93,19 +93,19 @@ impl<'a> Finder<'a> {
                 let end =
                     |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
                 let order = &self.share.order[shard];
-                // Nothing follows the last tensor of a file.
+                // Such a tensor exists: no bytes follow the last tensor of a file.
                 held = self.held(order[order.partition_point(|tensor| end(tensor) <= byte)])?;
             }
             let (domain, team) = self.teams.domain(&held, byte);
             let next = down(at, grain) + grain;
             if self.teams.ranks(team).is_empty() {
-                // A load may want another part of the extent.
+                // In a load, another team may want another part of the extent.
                 let end = next.min(region.end);
                 runs.extend(self.wanted(&held, at..end).map(|team| (at..end, team)));
                 at = next;
                 continue;
             }
-            // All grains before that of the domain's end are decided in the domain; the grain of its end may be.
+            // All grains before the last one are decided in the domain; the last one, in which the domain ends, may be.
             let last = down(domain.end, grain);
             let end = if last < next {
                 next
@@ -132,11 +132,11 @@ impl<'a> Finder<'a> {
         None
     }
 
-    /// Where the share of each member of a team ends in the ranges that the team owns of all files: about equal bytes
-    /// each, and whole files, equally many, if these are within [`SPARE`] of that.
+    /// Where each member's share ends in the ranges that the team owns of all files. Shares have about the same number
+    /// of bytes. They are whole files, the same number for each member, if their sizes are within [`SPARE`] of that.
     fn shares(&self) -> Vec<Vec<u64>> {
         let mut totals = vec![0; self.teams.len()];
-        // By team, at the end of each file of which it owns a range.
+        // For each team, its total at the end of each file of which it owns a range.
         let mut files = vec![Vec::<u64>::new(); totals.len()];
         for runs in &self.runs {
             for (range, team) in runs {
@@ -168,7 +168,7 @@ impl<'a> Finder<'a> {
     /// Deals the runs of each team to its members.
     fn deal(&self) -> Vec<Vec<Run>> {
         let (block_size, shares) = (self.share.block_size, self.shares());
-        // By team: the bytes that were dealt, and the member whose turn it is.
+        // For each team, the bytes dealt so far, and the member whose turn it is.
         let mut dealt = vec![(0, 0); shares.len()];
         let mut units: HashMap<u32, u64> = HashMap::new();
         let files = self.runs.iter().map(|runs| {
@@ -178,7 +178,7 @@ impl<'a> Finder<'a> {
                 let mut start = range.start;
                 while start < range.end {
                     let full = start + shares[*team][*member].saturating_sub(*dealt);
-                    // Within a range, the border of a grain that is nearest to the end of the share.
+                    // Within a range, the boundary between grains that is nearest to the end of the share.
                     let border = down(full + self.grain / 2, self.grain).clamp(start, range.end);
                     let end = if full < range.end { border } else { range.end };
                     let (rank, seat) = (self.teams.ranks(*team)[*member], *member as u32);
@@ -204,7 +204,7 @@ impl<'a> Finder<'a> {
 }
 
 impl Share {
-    /// The owner of each range.
+    /// The owner of each range of the files.
     pub(super) fn owners(&self, purpose: Purpose) -> Result<&Owners> {
         let made = &self.owners[purpose as usize];
         if let Some(made) = made.get() {
@@ -213,7 +213,7 @@ impl Share {
         let (load, least) = (purpose == Purpose::Load, self.team_size()?);
         let grain = match purpose {
             Purpose::Save => self.grain,
-            // One rank reads an extent, and a team as many as there are in a grain.
+            // One rank reads an extent, and a team reads as many extents as a grain has.
             Purpose::Load if least == 1 => self.block_size,
             Purpose::Load => self.grain.next_multiple_of(self.block_size),
         };
@@ -230,9 +230,9 @@ impl Share {
         Ok(made.get_or_init(|| Owners::new(finder.deal(), relays, window)))
     }
 
-    /// The ranks of a team, if a tensor has that many: the requested number, or the least power of two whose pieces of
-    /// a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces. Teams of a
-    /// job of many ranks are larger where each of these would write many files.
+    /// The ranks of a team, if a tensor has that many. It is the requested number, or the lowest power of two whose
+    /// pieces of a typical tensor make up a grain. A tensor is typical if half of the bytes are in longer pieces. A job
+    /// of many ranks has larger teams if each rank would write too many files otherwise.
     pub fn team_size(&self) -> Result<u32> {
         if let Some(&size) = self.team_size.get() {
             return Ok(size);
@@ -244,8 +244,8 @@ impl Share {
         Ok(*self.team_size.get_or_init(|| wanted.min(self.ranks)))
     }
 
-    /// About how many files a rank writes on average in teams of this size: each of its teams, for tensors that are cut
-    /// in different ways, deals its files to its members, one run after another.
+    /// About how many files a rank writes on average in teams of this size. A rank is in several teams if tensors are
+    /// cut in different ways. Each team deals its files to its members, one run after another.
     fn files_of_rank(&self, team: u32) -> Result<u64> {
         let mut files: HashMap<usize, HashSet<usize>> = HashMap::new();
         for (shard, order) in self.order.iter().enumerate() {
@@ -287,7 +287,7 @@ impl Share {
             for interval in 0..held.cover.len() {
                 let (lines, ranks) = (held.cover.bytes(interval), held.givers(interval, 0).len() as u64);
                 let bytes = lines.end - lines.start;
-                // Bytes of a load that no rank wants are no piece.
+                // Bytes of a load that no rank wants do not count as a piece.
                 pieces.extend(bytes.checked_div(ranks).map(|piece| (piece, bytes * count)));
             }
         }

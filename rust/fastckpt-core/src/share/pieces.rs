@@ -1,4 +1,4 @@
-//! Checksums of ranges of files, put together until they cover every tensor. Pure.
+//! Joins checksums of ranges of files until they cover every tensor. Pure.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub struct Piece {
     pub start: u64,
     /// The number of bytes.
     pub len: u64,
-    /// Their checksums. A load uses only the first one, and the second one has no meaning.
+    /// The checksums of these bytes. In a load, only the first one has a meaning.
     pub sum: Pair,
 }
 
@@ -133,7 +133,7 @@ mod tests {
         (Share::new(files, 2 * PAGE, tensors, vec![Spread::All], 1).unwrap(), bytes)
     }
 
-    /// All extents, cut at `cuts` of each file.
+    /// The pieces of all extents, cut at `cuts` of each file.
     fn pieces(job: &Share, bytes: &[Vec<u8>], cuts: &[prop::sample::Index]) -> Vec<Piece> {
         let mut found = Vec::new();
         for tensor in 0..job.tensors().len() {

@@ -11,9 +11,9 @@ use crate::sys::strided::{Axis, Rows};
 /// The position of a tile.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
-    /// In the tensor, and in the memory of the part from `base` on.
+    /// The tile in the tensor, and in the memory of the part from `base` on.
     pub(super) rows: Arc<Rows>,
-    /// The position of its first byte in the memory of the part.
+    /// The position of the tile's first byte in the memory of the part.
     pub(super) base: i64,
 }
 
@@ -22,7 +22,7 @@ impl Place {
         let (tiles, mut part) = (&held.cover.tiles, Vec::new());
         let (whose, shape) = (tiles.whose(tile), tiles.shape());
         let groups = held.spreads[whose.slot as usize];
-        // The cover was made from the same ranges.
+        // This cannot fail: the cover was made from the same ranges.
         let ranges = shape.ranges(held.sizes, groups, whose.group, &mut part);
         debug_assert!(ranges.is_ok());
         let bounds = tiles.bounds(tile);
@@ -42,7 +42,7 @@ impl Place {
     }
 }
 
-/// The places of tiles, by class and tile, as they are found.
+/// The places of tiles, by class and tile. Each is computed when it is first needed.
 #[derive(Debug, Default)]
 pub(super) struct Places(HashMap<(usize, u32), Place>);
 

@@ -1,4 +1,4 @@
-//! The bytes that one rank reads, and those that it gets from other readers. Pure.
+//! The bytes that one rank reads, and the bytes that it receives from other readers. Pure.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use super::runs::{Owners, Relays, Run};
 use crate::error::Result;
 
 impl Work<'_> {
-    /// The ranges of a file that this rank reads, and the items that it receives of the rest. A member of a team also
-    /// reads for the other members, and perhaps only for them.
+    /// Adds the ranges of a file that this rank reads, and the items that it receives of the rest. A member of a team
+    /// also reads for the other members, or even only for them.
     pub(super) fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.held(shard)?;
         let apart = self.share.apart && self.share.team_size()? == 1;
@@ -46,7 +46,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Adds this rank's part of an extent that is read apart.
+    /// Adds this rank's part of an extent that several ranks read in parts.
     fn read_apart(&mut self, held: &Held<'_>, interval: usize, own: &Own, stretch: &Range<u64>) {
         for &(_, tile, _) in &own.tiles[&held.cover.section(interval)] {
             if let Some(item) = self.item(held, stretch, tile, self.rank) {
@@ -56,7 +56,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds the parts of a stretch that another rank reads: those that this rank wants, and those that it relays.
+    /// Adds the parts of a stretch that this rank wants or relays, and that another rank reads.
     fn receive(&mut self, at: &At<'_, '_>, interval: usize, own: &Own) {
         let section = at.held.cover.section(interval);
         let of_team = at.relays == Some(Relays::Team) && self.relay(at, self.rank, 0) == Some(self.rank);
@@ -74,7 +74,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds the bytes of a tile that this rank gets for all ranks to which it relays them, and perhaps for itself.
+    /// Adds the bytes of a tile that this rank receives for the ranks to which it relays them, and perhaps for itself.
     fn relayed(&mut self, at: &At<'_, '_>, tile: u32) {
         let (mut first, mut own, mut relayed) = (None, false, Vec::new());
         for &peer in at.held.ranks(tile) {
@@ -95,7 +95,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds an extent that this rank reads, as part of a run, unless no rank wants any of it.
+    /// Adds an extent that this rank reads as part of a run, unless no rank wants any byte of it.
     fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: &Run, relays: Option<Relays>) {
         let mut wanted = false;
         for interval in held.at(extent.start)..=held.at(extent.end - 1) {
@@ -111,7 +111,7 @@ impl Work<'_> {
         }
     }
 
-    /// Adds the bytes of a tile that ranks want in a stretch that this rank reads: once for all with the same relay.
+    /// Adds the bytes of a tile that ranks want of a stretch that this rank reads: once for all ranks of one relay.
     fn serve(&mut self, at: &At<'_, '_>, tile: u32) -> bool {
         let (ranks, mut served) = (at.held.ranks(tile), Vec::new());
         let mut wanted = false;
@@ -121,7 +121,7 @@ impl Work<'_> {
                 continue;
             }
             served.extend(relay);
-            // The relay's own part, if it has one.
+            // The relay's own part, if the relay wants the tile.
             let whose = relay.filter(|relay| ranks.binary_search(relay).is_ok()).unwrap_or(peer);
             let Some(item) = self.item(at.held, at.stretch, tile, whose) else { continue };
             wanted = true;

@@ -1,7 +1,7 @@
-//! The bytes that a rank shares with other ranks, and which of them are compared. Pure.
+//! The bytes that several ranks hold, and which of them are compared. Pure.
 //!
-//! Cells of intervals are compared, not parts: if boxes overlap in part, the overlap is compared. All ranks that hold a
-//! cell choose the same bytes of it.
+//! The unit of comparison is a cell of an interval, not a part: if boxes overlap partly, the overlap is compared. All
+//! ranks that hold a cell choose the same bytes of it.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -14,15 +14,15 @@ use super::table::Share;
 use crate::error::Result;
 use crate::sys::strided::Rows;
 
-/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, all bytes are: they may be
-/// different tensors of the same name.
+/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, all bytes of the tensor are
+/// compared, because the groups may hold different tensors of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
-    /// Only overlaps.
+    /// Only overlaps are compared.
     Overlaps,
-    /// Samples, drawn by this number; small parts whole.
+    /// Samples are compared, at places that this number determines. Small parts are compared whole.
     Samples(u64),
-    /// Everything.
+    /// Everything is compared.
     All,
 }
 
@@ -35,31 +35,31 @@ pub struct Copied {
     pub start: u64,
     /// The number of the cell.
     pub cell: u32,
-    /// The ranks that hold it: a number of [`Share::copied`].
+    /// The ranks that hold the cell: an index into the sets of ranks that [`Share::copied`] returns.
     pub holders: usize,
-    /// The part of the rank that has it, and whether the cell is all of that part.
+    /// The part of the rank that has the cell, and whether the cell is the whole part.
     pub part: (u32, bool),
     /// The compared ranges, in order.
     pub items: Vec<Item>,
-    /// Whether that is all of the cell.
+    /// Whether `items` are all of the cell.
     pub whole: bool,
 }
 
 /// Parts up to this size are compared whole.
 const SMALL: u64 = 64 << 10;
-/// About the bytes of a sample.
+/// The approximate number of bytes of a sample.
 const SAMPLE: u64 = 4 << 10;
 /// A sample is drawn from each stretch of this many bytes.
 const DRAWN: u64 = 4 << 20;
 
 impl Share {
-    /// The cells that `rank` and others hold and that `depth` compares in whole or in part, and the ranks of each team
-    /// that holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
+    /// The cells that `rank` and other ranks hold and of which `depth` compares some bytes, and each set of ranks that
+    /// holds a cell, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, (&[], false), u64::MAX)?;
-        // Files that no rank writes count, too: they are linked because of one copy.
+        // Includes the files that no rank writes: they are linked because one copy is unchanged.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
@@ -107,18 +107,18 @@ impl Share {
     }
 }
 
-/// An item as items of at most [`DRAWN`] bytes of the tensor.
+/// Cuts an item into items of at most [`DRAWN`] bytes of the tensor.
 fn pieces(all: &Item) -> Vec<Item> {
     let starts = (all.bytes.start..all.bytes.end).step_by(DRAWN as usize);
     starts.filter_map(|start| part(all, start..all.bytes.end.min(start + DRAWN))).collect()
 }
 
-/// Begin, middle and end of an item, and a drawn place in each stretch of it.
+/// The beginning, the middle and the end of an item, and a random place in each stretch of it.
 fn samples(all: &Item, page: u64, seed: u64) -> Vec<Item> {
     let (rows, Range { start, end }) = (&*all.rows, all.bytes.clone());
     let from = |start| grown(rows, start, end);
     let mut chosen = vec![from(start), from(start + (end - start) / 2), last(rows, start, end)];
-    // The writer of the page in which it begins may take its own copy of it.
+    // The rank that writes the page in which the item begins may use its own copy of the item there.
     chosen[0] = start..chosen[0].end.max(end.min(start + page));
     for (number, at) in (0..).zip((start..end).step_by(DRAWN as usize)) {
         let room = (end.min(at + DRAWN) - at).saturating_sub(SAMPLE);
@@ -127,13 +127,13 @@ fn samples(all: &Item, page: u64, seed: u64) -> Vec<Item> {
     chosen.into_iter().filter_map(|bytes| part(all, bytes)).collect()
 }
 
-/// A part of an item; `None` if that has no bytes there.
+/// A part of an item; `None` if the item has no bytes there.
 fn part(all: &Item, bytes: Range<u64>) -> Option<Item> {
     let len = all.rows.bytes_in(&bytes);
     (len > 0).then(|| Item { bytes, len, ..all.clone() })
 }
 
-/// A range of the tensor with a sample's bytes of some rows, from the first row after `start` on.
+/// A range of the tensor that holds about one sample of the bytes of `rows`, from the first row after `start` on.
 fn grown(rows: &Rows, start: u64, end: u64) -> Range<u64> {
     let start = rows.lines(start..end).next().map_or(start, |line| line.at);
     let mut len = SAMPLE;
@@ -143,7 +143,7 @@ fn grown(rows: &Rows, start: u64, end: u64) -> Range<u64> {
     start..end.min(start + len)
 }
 
-/// The same, at the end.
+/// Like [`grown`], but up to the end.
 fn last(rows: &Rows, start: u64, end: u64) -> Range<u64> {
     let end = end.min(rows.range().end);
     let mut len = SAMPLE;

@@ -6,9 +6,9 @@ use std::ops::Range;
 /// The purpose of duties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// To save. Everything is written; a grain has one writer ([`super::Share::in_teams`]).
+    /// A save: every byte is written, and a grain has one writer ([`super::Share::in_teams`]).
     Save,
-    /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
+    /// A load: an extent has one reader, and extents that no rank wants are not read.
     Load,
 }
 
@@ -18,14 +18,14 @@ pub(super) struct Run {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) rank: u32,
-    /// The place of the rank among those of the team that owns its first byte.
+    /// The position of the rank among the ranks of the team that owns the run's first byte.
     pub(super) seat: u32,
-    /// The number of its first block among all that its rank writes or reads, in order.
+    /// The number of the run's first block among all blocks that its rank reads or writes, in order.
     pub(super) unit: u64,
 }
 
 impl Run {
-    /// The number of the block of `offset` among those of its rank. Blocks have `block_size` bytes.
+    /// The number of the block at `offset` among all blocks of its rank. Blocks have `block_size` bytes.
     pub(super) fn unit(&self, offset: u64, block_size: u64) -> u64 {
         self.unit + (offset / block_size - self.start / block_size)
     }
@@ -34,30 +34,30 @@ impl Run {
 /// The owners of all ranges.
 #[derive(Debug)]
 pub(super) struct Owners {
-    /// The runs of every file, in order. Only a load leaves gaps: bytes that no rank wants.
+    /// The runs of every file, in order. Only a load has gaps, where no rank wants the bytes.
     runs: Vec<Vec<Run>>,
-    /// The classes of tensors that are relayed.
+    /// How the tensors of a class are relayed; classes without relays are missing.
     relays: HashMap<usize, Relays>,
-    /// The blocks of a window ([`super::messages::Turn`]).
+    /// The number of blocks in a window ([`super::messages::Turn`]).
     pub(super) window: u64,
 }
 
-/// Who relays the pieces of a tensor ([`super::teams`]).
+/// Which ranks relay the pieces of a tensor ([`super::teams`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Relays {
-    /// A member of the team.
+    /// A member of the team relays.
     Team,
-    /// In a load, one of the ranks that want the same piece.
+    /// In a load, one of the ranks that want the same piece relays it.
     Copies,
 }
 
 impl Owners {
-    /// The owners with these runs of each file.
+    /// Owners, from the runs of each file.
     pub(super) const fn new(runs: Vec<Vec<Run>>, relays: HashMap<usize, Relays>, window: u64) -> Self {
         Self { runs, relays, window }
     }
 
-    /// Who relays the pieces of tensors of a class, if anyone does.
+    /// Which ranks relay the pieces of tensors of a class; `None` if no rank does.
     pub(super) fn relays(&self, class: usize) -> Option<Relays> {
         self.relays.get(&class).copied()
     }

@@ -1,4 +1,4 @@
-//! The ranks' boxes of a tensor, for any shape. Pure.
+//! The boxes that ranks have of a tensor, for any shape. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -8,9 +8,9 @@ use crate::error::Error;
 /// The effect of one dimension of a mesh on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Every coordinate has all of it.
+    /// Every coordinate has the whole tensor.
     Replicate,
-    /// The tensor's dimension is cut into one chunk for each coordinate, as `torch.chunk` does it.
+    /// The tensor's dimension is cut into one chunk for each coordinate, as `torch.chunk` does.
     Shard(usize),
     /// The dimension is cut into `factor` chunks, and each of them into one chunk for each coordinate.
     Strided {
@@ -27,12 +27,12 @@ pub type Bounds = Vec<Range<u64>>;
 /// Which ranks have which boxes of a tensor. A rank has one part, or one part for each of its explicit boxes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Spread {
-    /// Every rank has all of it.
+    /// Every rank has the whole tensor.
     All,
-    /// These ranks have all of it.
+    /// Each of these ranks has the whole tensor.
     Ranks(Vec<u32>),
-    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to the part
-    /// that the earlier ones left. The part is what remains, in order.
+    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
+    /// earlier ones left. What remains at the end is the part, in order.
     Mesh {
         /// The ranks.
         ranks: Vec<u32>,
@@ -41,16 +41,16 @@ pub enum Spread {
         /// One placement for each dimension of the mesh.
         placements: Vec<Placement>,
     },
-    /// A rank and one of its boxes each. The boxes of a rank are its parts in this order.
+    /// Pairs of a rank and a box. The boxes of a rank are its parts, in this order.
     Boxes(Vec<(u32, Bounds)>),
 }
 
 /// Ranks that have the same indices of a tensor.
 #[derive(Debug)]
 struct Group {
-    /// Ascending.
+    /// The ranks, ascending.
     ranks: Box<[u32]>,
-    /// The index along each dimension of the mesh; that of the box in [`Spread::Boxes`].
+    /// The index along each dimension of the mesh; for [`Spread::Boxes`], the index of the box.
     at: Vec<u64>,
 }
 
@@ -59,11 +59,11 @@ struct Group {
 pub(super) struct Groups {
     spread: Spread,
     all: Vec<Group>,
-    /// Rank and group of each part, sorted by rank; the parts of a rank are in order.
+    /// The rank and the group of each part, sorted by rank. The parts of a rank are in order.
     parts: Vec<(u32, u32)>,
 }
 
-/// The groups of a spread, and rank and group of each part; or why it has none.
+/// The groups of a spread, and the rank and group of each part; or why the spread is invalid.
 type Grouped = Result<(Vec<Group>, Vec<(u32, u32)>), String>;
 
 impl Groups {
@@ -140,7 +140,7 @@ impl Groups {
         self.parts[first..first + len].iter().map(|&(_, group)| group)
     }
 
-    /// Whether each of its ranks has the whole tensor.
+    /// Whether each of the spread's ranks has the whole tensor.
     pub(super) fn is_whole(&self) -> bool {
         match &self.spread {
             Spread::All | Spread::Ranks(_) => true,
@@ -201,8 +201,8 @@ impl Groups {
     }
 }
 
-/// The index of each rank along each dimension of the mesh. Zero if the dimension replicates: ranks that differ only
-/// there are one group.
+/// The index of each rank along each dimension of the mesh. It is 0 along dimensions that replicate, because ranks that
+/// differ only there are in one group.
 fn coordinates(ranks: &[u32], mesh: &[u64], placements: &[Placement]) -> Result<Vec<Vec<u64>>, String> {
     let size = mesh.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
     if size != Some(ranks.len() as u64) || placements.len() != mesh.len() {
@@ -228,10 +228,10 @@ fn coordinates(ranks: &[u32], mesh: &[u64], placements: &[Placement]) -> Result<
     Ok((0..ranks.len() as u64).map(index).collect())
 }
 
-/// Groups of ranks that have the same explicit box.
+/// Puts ranks with the same explicit box into one group.
 fn boxed(boxes: &[(u32, Bounds)], count: u32) -> Grouped {
     inside(boxes.iter().map(|&(rank, _)| rank).max(), count)?;
-    // A rank that names a box twice has two parts, and so two groups: hence the number.
+    // A rank that names a box twice has two parts, which must be in two groups: the number tells them apart.
     let (mut times, mut found) = (HashMap::<(u32, &Bounds), u32>::new(), HashMap::new());
     let (mut members, mut parts) = (Vec::<(Vec<u32>, u64)>::new(), Vec::with_capacity(boxes.len()));
     for (index, (rank, bounds)) in boxes.iter().enumerate() {
@@ -262,8 +262,8 @@ fn length(sequence: &[Range<u64>]) -> u64 {
     sequence.iter().map(|range| range.end - range.start).sum()
 }
 
-/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, except
-/// for the last non-empty one, and those after it are empty.
+/// Keeps chunk `index` of `count` of a sequence, cut as `torch.chunk` does: all chunks have the length of the first,
+/// except for the last non-empty one. Chunks after that are empty.
 fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
     let all = length(sequence);
     let len = all.div_ceil(count);
@@ -278,10 +278,10 @@ fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
     });
 }
 
-/// Chunk `index` of `count` of each of `factor` chunks of a sequence, one after another.
+/// Cuts a sequence into `factor` chunks, and returns chunk `index` of `count` of each of them, one after another.
 fn strided(sequence: &Bounds, factor: u64, count: u64, index: u64) -> Bounds {
     let mut found = Bounds::new();
-    // At most as many as the sequence has indices: the chunks after these are empty.
+    // There are at most as many non-empty chunks as the sequence has indices.
     for outer in 0..factor.min(length(sequence)) {
         let mut inner = sequence.clone();
         chunk(&mut inner, factor, outer);

@@ -12,39 +12,39 @@ use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
-/// The version of the rules in this folder, and of the layout of messages: it changes whenever a rank would write,
-/// read, send or expect other bytes. Ranks compare it.
+/// The version of the rules in this folder, and of the layout of messages. Ranks compare it. It changes whenever a rank
+/// would write, read, send or expect other bytes.
 pub const PLAN: u32 = 8;
 
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]
 pub struct Tensor {
-    /// Its name, for messages.
+    /// The name of the tensor, for messages.
     pub name: String,
-    /// Bytes that it has in the file.
+    /// The number of bytes of the tensor in the file.
     pub stored: u64,
-    /// Its logical shape, to which boxes refer.
+    /// The logical shape of the tensor, to which boxes refer.
     pub shape: Vec<u64>,
-    /// Its file.
+    /// The file that holds the tensor.
     pub shard: usize,
-    /// Its first byte, counted in the file.
+    /// The offset of the tensor's first byte in the file.
     pub offset: u64,
-    /// Indices of its spreads. A rank may have parts in several of them: those of the first come first.
+    /// Indices of the tensor's spreads. If a rank has parts in several spreads, parts of the first spread come first.
     pub spreads: Vec<u32>,
 }
 
-/// From which copy the bytes of a tensor come.
+/// The copies from which the bytes of a tensor come.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Deal {
-    /// Runs of the file, one after another: where each ends, and its copy. The last copy continues to the tensor's end.
+    /// Ranges of the file, one after another: where each ends, and its copy. The last ends with the tensor.
     pub(super) runs: Vec<(u64, u32)>,
-    /// Whether every byte comes from that copy. Otherwise the rank that writes a page may use its own copy of a part
-    /// that begins there. That part is always compared.
+    /// Whether every byte comes from that copy. If not, the rank that writes a page may use its own copy of a part that
+    /// begins in the page. Such bytes are always compared.
     pub(super) strict: bool,
 }
 
 impl Deal {
-    /// The copy that gives the byte at `offset` of the file, and the part of `tensor`, a range, that comes from it.
+    /// The copy that gives the byte at `offset` of the file, and the part of the range `tensor` that comes from it.
     pub(super) fn at(&self, offset: u64, tensor: &Range<u64>) -> (u32, Range<u64>) {
         let Some(last) = self.runs.len().checked_sub(1) else { return (0, tensor.clone()) };
         let run = self.runs.partition_point(|&(end, _)| end <= offset).min(last);
@@ -67,9 +67,9 @@ pub struct Share {
     pub(super) tensors: Vec<Tensor>,
     pub(super) spreads: Vec<Groups>,
     pub(super) ranks: u32,
-    /// The tensors of each file that have bytes, in order.
+    /// For each file, its tensors that have bytes, in order.
     pub(super) order: Vec<Vec<usize>>,
-    /// The cover of each tensor.
+    /// The index in `covers` of each tensor's cover.
     pub(super) class: Vec<usize>,
     /// See [`Self::read_apart`].
     pub(super) apart: bool,
@@ -79,15 +79,15 @@ pub struct Share {
     /// The owners for each purpose.
     pub(super) owners: [OnceLock<Owners>; 2],
     pub(super) team_size: OnceLock<u32>,
-    /// Tensors of one shape, size and spreads have one cover. Each is made on demand, from its first tensor.
+    /// Tensors with the same shape, size and spreads have one cover. It is made on demand, from the first of them.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
 
 impl Share {
-    /// The share of `tensors` in `files`, each given by where its data starts and its length. Blocks have `block_size`
-    /// bytes, whole pages.
+    /// The share of `tensors` in `files`. Each file is given by the offset of its data and by its length. Blocks have
+    /// `block_size` bytes, whole pages.
     ///
-    /// Fails if a spread does not fit `ranks` ranks, or a tensor its file.
+    /// Fails if a spread does not fit `ranks` ranks, or if a tensor is not inside its file.
     pub fn new(
         files: Vec<(u64, u64)>,
         block_size: u64,
@@ -151,9 +151,9 @@ impl Share {
         })
     }
 
-    /// The same, but the writer of a byte writes all of its page of `page` bytes: the page size of the rank with the
-    /// largest pages. A kernel that writes through its cache may write whole pages, with old copies of their other
-    /// bytes, so a page with two writers can lose the bytes of one of them.
+    /// The same share, but each page of `page` bytes has one writer. `page` is the page size of the rank with the
+    /// largest pages. A kernel that writes through its cache may write whole pages, with old copies of bytes that the
+    /// process did not write. So if a page has two writers, the bytes of one of them can be lost.
     ///
     /// Fails unless blocks are whole pages of that size.
     pub fn in_pages(self, page: u64) -> Result<Self> {
@@ -164,8 +164,8 @@ impl Share {
         Ok(Self { page, grain: self.grain.max(page), ..self }.anew())
     }
 
-    /// The same, but writers change at multiples of `grain` bytes, a power of two, and teams of `team` ranks write the
-    /// bytes that their members have. With 0, the ranks' pieces of tensors decide the size.
+    /// The same share, but writers change at multiples of `grain` bytes, a power of two, and teams of `team` ranks
+    /// write the bytes that their members have. If `team` is 0, the size follows from the ranks' pieces of tensors.
     ///
     /// Fails unless a grain is whole pages.
     pub fn in_teams(self, grain: u64, team: u32) -> Result<Self> {
@@ -175,13 +175,13 @@ impl Share {
         Ok(Self { grain, team, ..self }.anew())
     }
 
-    /// The same, with nothing derived from it yet.
+    /// The same share, without any values derived from it.
     fn anew(self) -> Self {
         let (deals, owners, team_size) = Default::default();
         Self { deals, owners, team_size, ..self }
     }
 
-    /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
+    /// The same share, but a save takes every byte of these tensors from the lowest rank that has it.
     #[must_use]
     pub fn first(mut self, tensors: impl Fn(usize) -> bool) -> Self {
         self.first = (0..self.tensors.len()).map(tensors).collect();
@@ -199,13 +199,13 @@ impl Share {
             .try_fold(0, |count, tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
     }
 
-    /// The ranks of each of a tensor's spreads, ascending.
+    /// For each spread of a tensor, its ranks, ascending.
     #[must_use]
     pub fn groups(&self, tensor: usize) -> Vec<Vec<u32>> {
         self.spreads_of(&self.tensors[tensor]).into_iter().map(Groups::everybody).collect()
     }
 
-    /// From which copies a save takes the tensors.
+    /// The copies from which a save takes each tensor.
     pub(super) fn deals(&self) -> Result<&[Deal]> {
         if let Some(deals) = self.deals.get() {
             return Ok(deals);
@@ -214,14 +214,14 @@ impl Share {
         Ok(self.deals.get_or_init(|| made))
     }
 
-    /// The same, but an extent of which several ranks want different long parts is read by them in these parts. Only
-    /// checksums of it travel: put together ([`Self::merge`]), they are compared with the checksum of the extent.
+    /// The same share, but if several ranks want different long parts of an extent, each reads its part. Only checksums
+    /// of such parts travel. They are joined ([`Self::merge`]) and compared with the checksum of the extent.
     #[must_use]
     pub fn read_apart(self) -> Self {
         Self { apart: true, ..self }
     }
 
-    /// The same, but no rank reads or writes these files: they have no bytes.
+    /// The same share, but no rank reads or writes these files, as if they had no bytes.
     #[must_use]
     pub fn without(mut self, files: impl Iterator<Item = usize>) -> Self {
         for file in files {
@@ -231,7 +231,7 @@ impl Share {
         self.anew()
     }
 
-    /// The same tensors in other files: `places` has the file of each, and its offset there.
+    /// The same tensors in other files. `places` has the file of each tensor, and its offset there.
     pub fn elsewhere(&self, files: Vec<(u64, u64)>, places: &[(usize, u64)]) -> Result<Self> {
         let tensors = self.tensors.iter().zip(places);
         let tensors = tensors.map(|(tensor, &(shard, offset))| Tensor { shard, offset, ..tensor.clone() });
@@ -263,7 +263,7 @@ impl Share {
         self.ranks
     }
 
-    /// The number of bytes at whose multiples writers change.
+    /// The size of a grain: writers change only at multiples of this number of bytes.
     #[must_use]
     pub const fn grain(&self) -> u64 {
         self.grain
@@ -287,7 +287,7 @@ impl Share {
         &self.files
     }
 
-    /// The shape of part `part` that `rank` has of a tensor, as an array without gaps. `None` if it has no such part.
+    /// The shape of part `part` of a tensor on `rank`, as an array without gaps; `None` if the rank has no such part.
     pub fn part_shape(&self, rank: u32, tensor: usize, part: u32) -> Result<Option<Vec<u64>>> {
         let Some((groups, group)) = self.part(rank, tensor, part) else { return Ok(None) };
         let mut ranges = Vec::new();
@@ -296,7 +296,7 @@ impl Share {
         Ok(Some(ranges.iter().map(|along| along.iter().map(len).sum()).collect()))
     }
 
-    /// Bytes of part `part` that `rank` has of a tensor. Fails if it has no such part.
+    /// The number of bytes of part `part` of a tensor on `rank`. Fails if the rank has no such part.
     pub fn part_bytes(&self, rank: u32, tensor: usize, part: u32) -> Result<u64> {
         let Some((groups, group)) = self.part(rank, tensor, part) else {
             let what = format!("rank {rank} has no part {part} of tensor {tensor}");
@@ -327,14 +327,14 @@ impl Share {
         tensor.spreads.iter().map(|&spread| &self.spreads[spread as usize]).collect()
     }
 
-    /// The ranks that have the bytes of a tensor that has bytes.
+    /// The cover of a tensor that has bytes.
     pub(super) fn cover(&self, tensor: usize) -> Result<&Cover> {
         let (first, cover) = &self.covers[self.class[tensor]];
         let make = || {
             let Tensor { stored, shape, .. } = &self.tensors[*first];
             let spreads = self.spreads_of(&self.tensors[*first]);
             let whole = spreads.iter().all(|groups| groups.is_whole());
-            // A rank with full boxes has all bytes, whatever the shape.
+            // If every rank has the whole tensor, each has all bytes, whatever the shape.
             let flat = |why| if whole { Ok(Shape::flat(*stored)) } else { Err(why) };
             let in_bytes = Shape::new(shape, *stored).or_else(flat)?;
             Cover::new(in_bytes, shape, &spreads)

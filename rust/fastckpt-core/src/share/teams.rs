@@ -2,8 +2,8 @@
 //!
 //! The part of a tensor that a team has or wants is its **domain**. A tensor with several domains and pieces of at most
 //! 64 KiB is **thin**: its writer or reader would exchange messages with very many ranks. So the members of another
-//! team give their pieces to one member, the **relay**, which passes them on together. In a load, where many
-//! ranks want bytes of a grain because several want the same piece, one of these gets it and passes it on.
+//! team give their pieces to one member, the **relay**, which passes them on together. In a load, many ranks may want
+//! bytes of a grain because several want the same piece. Then one of these gets it and passes it on.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,12 +14,12 @@ use super::runs::{Relays, Run};
 use super::table::Share;
 use crate::error::Result;
 
-/// About the bytes that a rank relays and has in memory at the same time: thin tensors of a save, or the relayed bytes
-/// of a window of a load.
+/// About the number of relayed bytes that a rank has in memory at the same time: of thin tensors in a save, or of one
+/// window in a load.
 const RELAYED: u64 = 64 << 20;
-/// The most ranks, of its team or with its piece, to which a relay of a load passes bytes on.
+/// The most ranks to which a relay of a load passes bytes on: ranks of its team, or ranks that want the same piece.
 const TOGETHER: u32 = 64;
-/// A grain of a load is sent to each rank if at most this many want it, unless another size of teams was requested.
+/// A load sends a grain to each rank directly if at most this many want it, unless another size of teams was requested.
 const FEW: u32 = 16;
 
 /// The domains of the tensors of a class.
@@ -27,33 +27,33 @@ const FEW: u32 = 16;
 struct Domains {
     /// The first interval of each domain, and the number of intervals.
     firsts: Vec<usize>,
-    /// The ranks of all intervals, those of several intervals several times.
+    /// The number of ranks in all intervals. A rank in several intervals counts several times.
     pieces: u64,
 }
 
-/// The teams that were found.
+/// The teams that have been found so far.
 #[derive(Debug)]
 pub(super) struct Teams<'a> {
     share: &'a Share,
     load: bool,
-    /// Ranks of a team, if there are as many.
+    /// The minimum number of ranks of a team, if there are as many.
     least: u32,
-    /// By class.
+    /// The domains of each class.
     domains: HashMap<usize, Domains>,
     /// The team by class, domain and copy.
     known: HashMap<(usize, usize, u32), usize>,
-    /// The ranks of each team, ascending, and the number of each.
+    /// The ranks of each team, ascending; `numbers` maps them to the number of the team.
     all: Vec<Vec<u32>>,
     numbers: HashMap<Vec<u32>, usize>,
 }
 
 impl<'a> Teams<'a> {
-    /// None yet, of a save or a load.
+    /// The teams of a save or a load. None is known yet.
     pub(super) fn new(share: &'a Share, load: bool) -> Result<Self> {
         Ok(Self::of_size(share, share.team_size()?, load))
     }
 
-    /// None yet, of this size.
+    /// Teams of at least `least` ranks. None is known yet.
     pub(super) fn of_size(share: &'a Share, least: u32, load: bool) -> Self {
         Self {
             share,
@@ -66,7 +66,7 @@ impl<'a> Teams<'a> {
         }
     }
 
-    /// The ranks of a team, ascending. Only a load has a team without any.
+    /// The ranks of a team, ascending. Only a load can have a team without ranks.
     pub(super) fn ranks(&self, team: usize) -> &[u32] {
         &self.all[team]
     }
@@ -76,7 +76,7 @@ impl<'a> Teams<'a> {
         self.all.len()
     }
 
-    /// The team of these ranks, ascending.
+    /// The number of the team of these ranks, ascending.
     pub(super) fn of(&mut self, ranks: Vec<u32>) -> usize {
         *self.numbers.entry(ranks).or_insert_with_key(|ranks| {
             self.all.push(ranks.clone());
@@ -84,7 +84,7 @@ impl<'a> Teams<'a> {
         })
     }
 
-    /// The domains of a tensor: neighbours with enough ranks.
+    /// The domains of a tensor: neighbouring intervals that together have enough ranks.
     fn domains(&mut self, held: &Held<'_>) -> &Domains {
         let least = u64::from(self.least);
         self.domains.entry(self.share.class[held.tensor]).or_insert_with(|| {
@@ -93,7 +93,7 @@ impl<'a> Teams<'a> {
                 if ranks == 0 {
                     firsts.push(interval);
                 }
-                // Copies of one piece are one piece, even in a load.
+                // Copies of a piece count as one piece, even in a load.
                 let givers = held.givers(interval, 0).len() as u64;
                 (ranks, pieces) = (ranks + givers, pieces + givers);
                 if ranks >= least {
@@ -112,8 +112,8 @@ impl<'a> Teams<'a> {
         (number, firsts[number]..firsts[number + 1])
     }
 
-    /// The domain with the byte at `offset` of the file, and its team: the ranks that give the byte's copy of the domain
-    /// to a save, or all that want something of it.
+    /// The domain that contains the byte at `offset` of the file, and its team: in a save, the ranks that give the
+    /// byte's copy of the domain; in a load, all ranks that want a part of it.
     pub(super) fn domain(&mut self, held: &Held<'_>, offset: u64) -> (Range<u64>, usize) {
         let (number, intervals) = self.around(held, held.at(offset));
         let (copy, dealt) = held.copy(offset);
@@ -134,9 +134,9 @@ impl<'a> Teams<'a> {
         (bytes, team)
     }
 
-    /// The rank that relays the bytes of `rank` around the byte at `offset`, which is in `run`, if they are not sent
-    /// directly: a member of its team, or of its part of a team that has several copies. Members of two teams with the
-    /// same seat deal with each other, so that each hears from few ranks of other teams, and all relay equally much.
+    /// The rank that relays the bytes of `rank` around the byte at `offset`, which is in `run`; `None` if they are sent
+    /// directly. It is a member of the rank's team, or of its part of a team with several copies. Members of two teams
+    /// with the same seat exchange messages, so each deals with few ranks of other teams, and all relay equally much.
     pub(super) fn relay(&mut self, held: &Held<'_>, offset: u64, run: &Run, rank: u32) -> Option<u32> {
         let most = if self.load { self.least.max(TOGETHER) } else { self.least };
         let team = self.domain(held, offset).1;
@@ -145,8 +145,8 @@ impl<'a> Teams<'a> {
         is_foreign.then(|| near[run.seat as usize % near.len()])
     }
 
-    /// The relays of the tensors of classes, and the blocks of a window. Tensors with the shortest pieces are thin, as
-    /// long as a rank can relay them all.
+    /// The relays of the tensors of each class, and the number of blocks in a window. Tensors with the shortest pieces
+    /// are thin, as long as a rank can relay all of them.
     pub(super) fn relays(&mut self, grain: u64) -> Result<(HashMap<usize, Relays>, u64)> {
         let few = match self.share.team {
             0 | 1 => self.least.max(FEW),
@@ -185,14 +185,14 @@ impl<'a> Teams<'a> {
     }
 }
 
-/// The rank that relays the piece of a load that all of `ranks`, ascending, want, to `rank` of them. `None` if its
-/// `reader` sends it directly.
+/// The rank that relays a piece of a load to `rank`. All of `ranks`, ascending, want the piece. `None` if its `reader`
+/// sends it directly.
 pub(super) fn of_copies(ranks: &[u32], reader: u32, rank: u32) -> Option<u32> {
     let near = part_of(ranks, rank, TOGETHER)?;
     if near.len() == 1 || near.binary_search(&reader).is_ok() { None } else { nearest(near, reader) }
 }
 
-/// The part of `ranks` with `rank`: they are divided into parts of `most`.
+/// The part of `ranks` that contains `rank`, if they are divided into parts of `most`.
 fn part_of(ranks: &[u32], rank: u32, most: u32) -> Option<&[u32]> {
     ranks.chunks(most as usize).nth(ranks.binary_search(&rank).ok()? / most as usize)
 }

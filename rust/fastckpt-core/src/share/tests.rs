@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::format::geometry::{self, PAGE};
 
-/// Which bytes of a tensor each byte of a part holds, by rank and part: the plain meaning of spreads.
+/// By rank and part, the byte of the tensor that each byte of the part holds: the meaning of spreads, byte by byte.
 type Parts = BTreeMap<(u32, u32), Vec<u64>>;
 
 fn chunk(all: &[u64], count: u64, index: u64) -> Vec<u64> {
@@ -89,7 +89,7 @@ impl Job {
         Self { parts, ..Self::large(header, block_size, tensors, spreads, ranks) }
     }
 
-    /// The same for tensors with too many bytes to list.
+    /// A job of tensors with too many bytes to list.
     fn large(
         header: u64,
         block_size: u64,
@@ -121,7 +121,7 @@ impl Job {
         all.into_iter().collect()
     }
 
-    /// The bytes of an item: each in the tensor, and in the memory of the part. Checks that they are those of the part.
+    /// For each byte of an item, its place in the tensor and in the memory of the part. Checks that the part has it.
     fn bytes(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
         let mut found = Vec::new();
         for line in item.rows.lines(item.bytes.clone()) {
@@ -141,7 +141,7 @@ impl Job {
         found
     }
 
-    /// The same for an item of duties, which lies in one block.
+    /// Like [`Self::bytes`] for an item of duties. Checks that it lies in one block.
     fn in_block(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
         let offset = self.share.tensors()[item.tensor].offset;
         let block = |byte: u64| (offset + byte) / self.share.block_size();
@@ -181,7 +181,7 @@ impl Job {
             let mut passed = Vec::new();
             for message in self.of_owners(all, rank, purpose) {
                 for (item, plain) in message.items.iter().zip(plain(message)) {
-                    assert!(item.own || !item.relayed.is_empty(), "nothing comes in vain");
+                    assert!(item.own || !item.relayed.is_empty(), "every item is used");
                     if item.own {
                         each(message.peer, rank, &plain);
                     }
@@ -195,7 +195,7 @@ impl Job {
                         let there = there.unwrap();
                         // Each rank has its own parts.
                         let same = Item { part: there.part, ..plain.clone() };
-                        assert_eq!((there, at), (&same, place.1 + item.len), "what comes is what goes");
+                        assert_eq!((there, at), (&same, place.1 + item.len), "relays pass on what they get");
                         each(message.peer, hop.peer, there);
                     }
                 }
@@ -282,7 +282,7 @@ impl Job {
         }
         self.messages(&all, Purpose::Save, give);
         for (given, &(data, _)) in given.iter().zip(self.share.files()) {
-            assert!(!given[data as usize..].contains(&NOBODY), "no rank sends a byte to its writer");
+            assert!(!given[data as usize..].contains(&NOBODY), "every byte reaches its writer");
         }
         for index in 0..self.parts.len() {
             self.check_copies(index, &given);
@@ -304,7 +304,7 @@ impl Job {
                 // Among several spreads, the one with the whole tensor comes first.
                 let one = self.share.tensors()[item.tensor].spreads.len() == 1;
                 let right = if one { holders.first() == Some(&boxes) } else { holders.contains(&boxes) };
-                assert!(right, "of the lowest rank");
+                assert!(right, "the byte comes from the lowest rank");
             }
         };
         for (rank, duties) in (0..).zip(&first) {
@@ -463,8 +463,8 @@ fn plain(message: &Message) -> Vec<Item> {
     message.items.iter().map(|item| Item { own: true, relayed: Vec::new(), ..item.clone() }).collect()
 }
 
-/// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle. What
-/// a relay passes on comes after the message that brings it.
+/// All ranks send and receive their messages in one common order, so that no ranks wait for each other in a circle. A
+/// relay passes bytes on after the message that brings them.
 fn in_one_order(all: &[Duties], purpose: Purpose) {
     // The sender, the receiver, and the number among their messages.
     type Key = (u32, u32, usize);
@@ -522,7 +522,7 @@ fn placement(kind: u8, dim: Index, factor: u64, rank: usize) -> Placement {
     }
 }
 
-/// The input for a spread, for any shape of the tensor.
+/// Random numbers that make a spread, for any shape of the tensor.
 type Seed = (u8, Vec<(u64, u8, Index, u64)>, Vec<u32>, Vec<(u32, Vec<[Index; 2]>)>);
 
 fn seeds() -> impl Strategy<Value = Seed> {
@@ -551,7 +551,7 @@ fn spread((kind, mesh, shuffle, boxes): &Seed, shape: &[u64], ranks: u32, last: 
             Spread::Boxes(boxes.iter().map(|(rank, ends)| (rank % ranks, bounds(ends))).collect())
         }
         _ => {
-            // As many dimensions as there are ranks for.
+            // A dimension of the mesh gets at most as many coordinates as there are ranks left.
             let (mut sizes, mut placements, mut left) = (Vec::new(), Vec::new(), u64::from(ranks));
             let dims = if last > 1 { shape.len().saturating_sub(1) } else { shape.len() };
             for &(size, kind, dim, factor) in mesh {
@@ -566,9 +566,8 @@ fn spread((kind, mesh, shuffle, boxes): &Seed, shape: &[u64], ranks: u32, last: 
     }
 }
 
-/// Jobs whose elements have one of `items` bytes, half a byte if that is zero, and whose blocks have one of `blocks`
-/// pages of 4096 bytes. Ranks write pages of up to 64 KiB, in grains
-/// of up to 64 pages.
+/// Jobs with elements of one of `items` bytes (0 means half a byte) and with blocks of one of `blocks` pages of 4096
+/// bytes. Ranks write pages of up to 64 KiB, in grains of up to 64 pages.
 fn jobs(items: Vec<u64>, most: u64, blocks: Vec<u64>) -> impl Strategy<Value = Job> {
     let tensor = (
         prop::collection::vec(prop_oneof![8 => 1..most, 1 => Just(1), 1 => Just(0)], 0..4),
@@ -643,12 +642,12 @@ fn a_digest_tells_jobs_apart() {
     assert!([0, 100, 3 * PAGE, 128 << 10].into_iter().all(|page| in_pages(page).is_none()));
 }
 
-/// One file of tensors of two bytes an element.
+/// A job with one file of tensors of two bytes an element.
 fn job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
     Job::new(PAGE, 4 << 20, tensors(shapes, &spreads), spreads, ranks)
 }
 
-/// The same of large tensors.
+/// A job with one file of large tensors of two bytes an element.
 fn large_job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
     Job::large(PAGE, 4 << 20, tensors(shapes, &spreads), spreads, ranks)
 }
@@ -677,7 +676,7 @@ fn size(ranges: &[FileRange]) -> u64 {
 #[test]
 fn replicas_share_the_work_without_messages() {
     for spread in [Spread::All, mesh(&[2, 2], &[Placement::Replicate, Placement::Shard(0)])] {
-        // One tensor is cut into runs, and of many tensors each is whole.
+        // A single tensor is cut into runs. Of many tensors, each stays whole.
         let small = vec![&[1u64 << 10, 1 << 10][..]; 64];
         for shapes in
             [vec![&[1 << 14, 1 << 13][..]], small.clone(), [small, vec![&[1 << 13, 1 << 13][..]]].concat()]
@@ -702,7 +701,7 @@ fn replicas_share_the_work_without_messages() {
 
 #[test]
 fn long_runs_are_written_by_those_who_have_them() {
-    // Experts, cut along the second dimension: runs of 64 KiB.
+    // Experts that are cut along the second dimension: their contiguous pieces have 64 KiB.
     let job = job(&[&[16, 64, 2048]], vec![mesh(&[4], &[Placement::Shard(1)])], 4);
     for duties in job.duties(Purpose::Save).unwrap() {
         assert!(duties.io.is_empty() && duties.boxes.is_empty());
@@ -730,14 +729,14 @@ fn short_runs_are_exchanged_within_their_copy_of_the_model() {
         let own = size(&duties.ranges);
         let received: u64 = duties.io.iter().map(|message| message.bytes).sum();
         assert!(received.abs_diff(own / 8 * 7) <= PAGE, "{own} {received}");
-        // Full messages: the bytes of eight ranks in a block go to one of them.
+        // Messages are full: the bytes that eight ranks have in a block go to one of them.
         assert!(duties.io.iter().all(|message| message.bytes <= 4 << 20));
     }
 }
 
 #[test]
 fn thin_tensors_come_from_one_rank_of_each_team() {
-    // A weight of long pieces, and many norms with a few bytes of each of 64 ranks, in teams of 8.
+    // A weight in long pieces, and many norms of which each of 64 ranks has a few bytes, in teams of 8.
     let shapes = [vec![&[1 << 12, 1 << 14][..]], vec![&[1 << 12][..]; 40]].concat();
     let Job { share, parts } = large_job(&shapes, vec![mesh(&[64], &[Placement::Shard(0)])], 64);
     for (team, all) in [(8, 8 + 8 + 16), (1, 63)] {
@@ -761,7 +760,7 @@ fn thin_tensors_come_from_one_rank_of_each_team() {
             let most = duties.iter().map(peers).max().unwrap();
             assert!(if team == 1 { most == all } else { most <= all }, "{most} peers");
             let relayed: u64 = duties.iter().flat_map(|duties| &duties.relays).map(|hop| hop.bytes).sum();
-            // Of 320 KiB of norms, the bytes that neither the owner's team nor a relay has.
+            // Of the 320 KiB of norms, relays pass on the bytes that neither the owner's team nor a relay has.
             assert!(
                 if team == 1 { relayed == 0 } else { (200 << 10..280 << 10).contains(&relayed) },
                 "{relayed}"
@@ -772,7 +771,7 @@ fn thin_tensors_come_from_one_rank_of_each_team() {
 
 #[test]
 fn pieces_of_64_kib_are_relayed_and_longer_ones_are_not() {
-    // Four ranks, two teams of two, and one element more a piece in the second tensor.
+    // Four ranks in two teams of two. A piece of the second tensor has one element more.
     let spread = mesh(&[4], &[Placement::Shard(0)]);
     let job = job(&[&[4, 32 << 10], &[4, (32 << 10) + 1]], vec![spread], 4);
     let job = Job { share: job.share.in_teams(1 << 20, 2).unwrap(), ..job };
@@ -781,14 +780,14 @@ fn pieces_of_64_kib_are_relayed_and_longer_ones_are_not() {
         let all = job.duties(purpose).unwrap();
         let relayed = all.iter().flat_map(|duties| &duties.relays).flat_map(|message| &message.items);
         let bytes = relayed.map(|item| (item.tensor, item.len)).collect::<Vec<_>>();
-        // One member of the team without a writer passes on the other's bytes.
+        // In the team without a writer, one member passes on the bytes of the other.
         assert_eq!(bytes, [(0, 64 << 10)], "{purpose:?}");
     }
 }
 
 #[test]
 fn a_rank_relays_the_shortest_pieces_and_no_more_than_it_can_hold() {
-    // Pieces of 60 KiB, 66 MiB of a rank, and norms.
+    // Pieces of 60 KiB, of which each rank has 66 MiB, and norms.
     let shapes = [vec![&[16, 30 << 10][..]; 1125], vec![&[1 << 12][..]; 40]].concat();
     let Job { share, .. } = large_job(&shapes, vec![mesh(&[16], &[Placement::Shard(0)])], 16);
     let share = share.in_teams(1 << 20, 4).unwrap();
@@ -800,7 +799,7 @@ fn a_rank_relays_the_shortest_pieces_and_no_more_than_it_can_hold() {
 
 #[test]
 fn the_members_of_a_team_relay_alike() {
-    // Norms in 32 grains: one of each rank.
+    // The norms take 32 grains, one for each rank.
     let spreads = vec![mesh(&[32], &[Placement::Shard(0)])];
     let norms = tensors(&vec![&[1 << 16][..]; 256], &spreads);
     let job = Job::large(PAGE, 1 << 20, norms, spreads, 32);
@@ -816,7 +815,7 @@ fn the_members_of_a_team_relay_alike() {
 #[test]
 fn shares_of_a_team_end_with_files_where_these_are_near() {
     let like = [vec![20; 40], vec![21; 40], vec![20; 40], vec![21; 40]].concat();
-    // Four members, files of so many MiB, and how many of them each member writes.
+    // For four members: the sizes of the files in MiB, and the number of files that each member writes.
     for (sizes, files) in [(vec![64, 66, 63, 65], [1; 4]), (like, [40; 4]), (vec![100, 28], [1, 1, 1, 2])] {
         let spreads = vec![mesh(&[4], &[Placement::Shard(0)])];
         let of = |(shard, &size)| Tensor { shard, ..tensors(&[&[size << 9, 1024]], &spreads).remove(0) };
@@ -835,7 +834,7 @@ fn shares_of_a_team_end_with_files_where_these_are_near() {
 
 #[test]
 fn teams_of_many_ranks_are_larger_where_each_would_write_many_files() {
-    // A piece of 256 KiB of each file: 16 of them are a grain.
+    // Each rank has a piece of 256 KiB of each file. 16 pieces make a grain.
     for (ranks, files, team) in [(1024, 216, 16), (2048, 216, 32), (2048, 100, 16), (4096, 700, 128)] {
         let tensor = |shard| Tensor { shard, ..tensors(&[&[u64::from(ranks) << 7, 1024]], &[]).remove(0) };
         let spread = mesh(&[u64::from(ranks)], &[Placement::Shard(0)]);
@@ -865,7 +864,7 @@ fn a_piece_that_several_want_is_sent_once_and_passed_on() {
         let mut peers: Vec<u32> = sent.iter().chain(&received).map(|message| message.peer).collect();
         peers.sort_unstable();
         peers.dedup();
-        // The ranks with the other pieces of its copy, and with the other copies of its piece.
+        // Its peers are the ranks with the other pieces of its copy, and the ranks with the other copies of its piece.
         assert!(peers.len() <= 7 + 3, "{} peers", peers.len());
         // A relay holds the bytes of one window after another.
         let windows = duties.relays.chunk_by(|one, next| one.phase == next.phase);

@@ -9,27 +9,27 @@ use super::spread::{Bounds, Groups};
 /// The owners of a box: a group of ranks in one of the tensor's spreads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Whose {
-    /// Which of the tensor's spreads.
+    /// The index of the spread among the tensor's spreads.
     pub(super) slot: u32,
     /// The group.
     pub(super) group: u32,
 }
 
-/// Boxes of a tensor, and parts of them. There may be very many, so they are stored in few vectors.
+/// Boxes of a tensor, and parts of boxes. There may be very many, so they are stored in few vectors.
 #[derive(Debug)]
 pub(super) struct Tiles {
     shape: Shape,
     whose: Vec<Whose>,
-    /// The ranges of each.
+    /// The ranges of each tile along all dimensions.
     bounds: Bounds,
-    /// The first box of each group, spread after spread, and the number of boxes.
+    /// The number of the first box of each group, spread after spread, and then the number of boxes.
     firsts: Vec<u32>,
     /// The place of each spread in `firsts`.
     slots: Vec<u32>,
 }
 
 impl Tiles {
-    /// All boxes that are not empty, of a tensor that is logically `sizes`.
+    /// All non-empty boxes of a tensor with the logical shape `sizes`.
     pub(super) fn new(shape: Shape, sizes: &[u64], spreads: &[&Groups]) -> Result<Self, String> {
         let rank = shape.sizes.len();
         let count = spreads.iter().map(|groups| groups.len()).sum::<usize>();
@@ -88,8 +88,8 @@ impl Tiles {
         &self.bounds[tile as usize * rank..][..rank]
     }
 
-    /// Adds the part of a tile in `deep` along the last dimensions, if it is not there. `known` has those that were
-    /// added.
+    /// Adds the part of a tile that is `deep` along the last dimensions, unless it exists. `known` has the parts that
+    /// were added.
     pub(super) fn cut(&mut self, tile: u32, deep: &Bounds, known: &mut HashMap<(u32, Bounds), u32>) -> u32 {
         let rank = self.shape.sizes.len();
         let level = rank - deep.len();

@@ -28,11 +28,11 @@ use crate::sys::mapping::Stretch;
 pub struct State {
     /// The tensors.
     pub tensors: Vec<TensorSpec>,
-    /// Where each lies.
+    /// The source of the bytes of each tensor.
     pub contents: Vec<Content>,
     /// The state's structure, as in [`Request`].
     pub structure: String,
-    /// The caller's metadata, also as in [`Request`].
+    /// The caller's metadata, as in [`Request`].
     pub metadata: String,
 }
 
@@ -43,7 +43,7 @@ pub struct Layout {
     pub groups: Vec<Group>,
     /// The size of a shard in bytes.
     pub shard_size: u64,
-    /// For each tensor, whether it is declared unchanging; or empty.
+    /// For each tensor, whether it is declared unchanging. May be empty.
     pub frozen: Vec<bool>,
 }
 
@@ -67,12 +67,12 @@ struct Inner {
 /// A part of a state, for a snapshot of parts.
 #[derive(Debug)]
 pub struct Part {
-    /// Where its bytes are.
+    /// The source of the bytes of the part.
     pub content: Content,
-    /// Its size in bytes.
+    /// The size of the part in bytes.
     pub bytes: u64,
-    /// Whether it follows the previous part without a gap, if that one is marked, too. A device copies such parts in
-    /// one go.
+    /// Whether the part follows the previous one without a gap, if that one is marked, too. A device copies such parts
+    /// in one go.
     pub joins: bool,
 }
 
@@ -89,7 +89,7 @@ pub struct Snapshot {
     inner: Mutex<Option<Inner>>,
 }
 
-/// Parts of a snapshot begin at multiples of this: to these the processor copies fastest.
+/// Parts of a snapshot begin at multiples of this, because the processor copies fastest to such addresses.
 const ALIGNMENT: u64 = 64;
 
 impl Snapshot {
@@ -140,7 +140,7 @@ impl Snapshot {
         self.total
     }
 
-    /// Bytes of memory that it needs.
+    /// Bytes of memory that the snapshot needs.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
@@ -181,8 +181,8 @@ impl Snapshot {
         added.map(drop).map_err(|_| Error::Invalid("more bytes were copied than the snapshot has".to_owned()))
     }
 
-    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or a copy that
-    /// fails, it does not look at the state's own memory again.
+    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or after a copy
+    /// that fails, it does not access the state's memory again.
     pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Progress<'_>) -> Result<()> {
         self.with(|inner| {
             let tell = || {
@@ -206,7 +206,7 @@ impl Snapshot {
         })
     }
 
-    /// The files with their names, to read or to send. While one of them is kept, the memory serves no other snapshot.
+    /// The files and their names, to read or to send. While an image is kept, the memory cannot serve another snapshot.
     pub fn images(&self) -> Result<Vec<(String, Stretch)>> {
         self.with(|inner| {
             let (files, images) = inner.images()?;
@@ -243,7 +243,7 @@ impl Snapshot {
         })
     }
 
-    /// Gives its memory back and frees everything else.
+    /// Returns the memory to its owner, and frees everything else.
     pub fn close(&self) -> Result<()> {
         let inner = lock(&self.inner, "the snapshot is in use")?.take();
         inner.map_or(Ok(()), |inner| inner.staging.detach())
@@ -251,7 +251,7 @@ impl Snapshot {
 }
 
 impl Drop for Snapshot {
-    /// Gives its memory back instead of unmapping it, because its owner may have pinned it.
+    /// Returns the memory to its owner instead of unmapping it, because the owner may have pinned it.
     fn drop(&mut self) {
         let _ = self.close();
     }

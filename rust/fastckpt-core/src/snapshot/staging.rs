@@ -1,4 +1,4 @@
-//! Staging: copies contents into one memory, each to its place there, in pieces and with several threads.
+//! Staging: copies contents into one memory region, each to its place, in pieces and with several threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::format::geometry::Placement;
 use crate::sys::mapping::Mapping;
 
-/// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to bypass the caches, small enough for
-/// the threads to end together and to notice a stop soon.
+/// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to bypass the caches, and small enough
+/// for all threads to end at about the same time and to notice a stop soon.
 pub(super) const PIECE: u64 = 16 << 20;
 
 /// Read and set by other threads while a copy runs.
@@ -47,7 +47,7 @@ pub(super) struct Staging {
     memory: Option<(Arc<Memory>, Arc<Mapping>)>,
 }
 
-/// Bytes of a content from an offset on, and their destination.
+/// The bytes of a content from `start` on, and their destination.
 struct Piece<'a> {
     content: &'a Content,
     start: u64,
@@ -55,8 +55,8 @@ struct Piece<'a> {
 }
 
 impl Staging {
-    /// For contents that each have one of `places`, given in the order of the memory: `tensor` is the content's number,
-    /// and `offset` is counted in the memory.
+    /// Creates the staging of contents. Each has one of `places`, which are in the order of the memory. In a place,
+    /// `tensor` is the content's number, and `offset` is the offset in the memory.
     pub(super) const fn new(contents: Vec<Content>, places: Vec<Placement>) -> Self {
         Self { contents, places, phase: Phase::Staging, memory: None }
     }
@@ -78,7 +78,7 @@ impl Staging {
         self.memory.map_or(Ok(()), |(owner, mapping)| owner.give(mapping))
     }
 
-    /// For each content the address of its place, and its bytes.
+    /// For each content, the address and the size in bytes of its place.
     pub(super) fn addresses(&self) -> Result<Vec<(usize, u64)>> {
         let (memory, _) = self.memory.as_ref().ok_or(NO_MEMORY)?;
         let mut all = vec![(0, 0); self.places.len()];
@@ -94,13 +94,13 @@ impl Staging {
         memory.map(|(_, memory)| memory).ok_or(Error::Misused("the snapshot is not staged"))
     }
 
-    /// The memory, to be written to.
+    /// The memory, for writing.
     pub(super) fn writable(&mut self) -> Result<&mut [u8]> {
         writable(&mut self.memory)
     }
 
     /// Copies the contents whose byte in `wanted` is not 0. After the `last` copy, `total` bytes must have been copied.
-    /// After it, or after a copy that fails, the contents are not read again.
+    /// After the last copy or a failed copy, the contents are not read again.
     pub(super) fn stage(
         &mut self,
         wanted: &[u8],
@@ -117,7 +117,7 @@ impl Staging {
         }
         let Self { contents, places, memory, .. } = &mut *self;
         let mut outcome = copy((contents, places), wanted, writable(memory)?, options, counters, go_on);
-        // Bytes that were not copied would be those of an earlier snapshot, with correct checksums.
+        // Bytes that were not copied would come from an earlier snapshot, with correct checksums.
         if last.is_some_and(|total| total != counters.done.load(Ordering::Relaxed)) && outcome.is_ok() {
             outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
         }
@@ -135,7 +135,7 @@ fn short() -> Error {
     Error::Invalid("the snapshot's memory is too small".to_owned())
 }
 
-/// The memory of a snapshot that nothing else reads.
+/// The memory of a snapshot, for writing. Fails if anything else still reads it.
 fn writable(memory: &mut Option<(Arc<Memory>, Arc<Mapping>)>) -> Result<&mut [u8]> {
     let (_, memory) = memory.as_mut().ok_or(NO_MEMORY)?;
     let memory = Arc::get_mut(memory).ok_or(Error::Misused("the snapshot's memory is in use"))?;
@@ -162,8 +162,8 @@ fn copy(
 /// Pieces that one thread takes at a time.
 type Batch<'a> = Mutex<Vec<Piece<'a>>>;
 
-/// Cuts the wanted contents into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of
-/// all.
+/// Cuts the wanted contents into pieces, and puts small ones together, because each batch has a cost. Also returns the
+/// total number of bytes.
 fn batches<'a>(
     contents: &'a [Content],
     places: &[Placement],
@@ -197,7 +197,7 @@ fn batches<'a>(
     Ok((all, total + batched))
 }
 
-/// Copies a batch. Callbacks copy their pieces of it in one call.
+/// Copies a batch. A callback copies all its pieces of the batch in one call.
 fn copy_batch(batch: Vec<Piece<'_>>, counters: &Counters) -> Result<()> {
     let mut wanted = Vec::new();
     for Piece { content, start, to } in batch {

@@ -106,7 +106,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
 
 #[test]
 fn a_manifest_that_would_be_too_large_is_refused_before_the_copy() {
-    // The manifest holds 16 bytes for each block of a tensor. The tensor need not exist.
+    // The manifest holds 16 bytes for each block of a tensor. The tensor's bytes need not exist.
     let outcome = |blocks: u64| {
         let shape = vec![blocks * BLOCK_SIZE];
         let tensors = vec![TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape, logical: None }];
@@ -129,7 +129,7 @@ fn a_failure_a_panic_and_a_stop_end_the_copy() {
             snapshot.stop();
         }
         let outcome = stage(&snapshot, &[1; 2], true);
-        // Half a copy is no copy.
+        // An incomplete copy is not usable.
         assert!(matches!(snapshot.images(), Err(Error::Misused("the snapshot is not staged"))));
         assert!(matches!(stage(&snapshot, &[1; 2], true), Err(Error::Misused(_))));
         snapshot.close().unwrap();
@@ -219,12 +219,12 @@ fn what_the_caller_copies_to_its_places_is_staged() {
     let places = snapshot.places().unwrap();
     assert_eq!(places.iter().map(|place| place.1).collect::<Vec<_>>(), sizes);
     stage(&snapshot, &[0, 1, 0, 1], false).unwrap();
-    assert!(matches!(snapshot.copied(4), Err(Error::Invalid(_))), "3 are missing");
+    assert!(matches!(snapshot.copied(4), Err(Error::Invalid(_))), "only 3 bytes are missing");
     assert!(matches!(snapshot.copied(u64::MAX), Err(Error::Invalid(_))));
     snapshot.copied(3).unwrap();
     stage(&snapshot, &[0; 4], true).unwrap();
     assert_eq!(snapshot.staged(), sizes.iter().sum::<u64>());
-    // The core has copied two of them to these places itself.
+    // The core copied two of the tensors to these places itself.
     let images = snapshot.images().unwrap();
     for (tensor, &(address, bytes)) in places.iter().enumerate().filter(|(_, place)| place.1 > 3) {
         let inside =

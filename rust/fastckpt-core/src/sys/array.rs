@@ -10,7 +10,7 @@ pub struct Array {
     /// The array's first element.
     base: *mut u8,
     bytes: u64,
-    /// The memory of the array's bytes, in their own order; `None` if it is contiguous.
+    /// The places of the array's bytes in memory, in the order of the array; `None` if it is contiguous.
     rows: Option<Arc<Rows>>,
 }
 
@@ -20,20 +20,20 @@ unsafe impl Send for Array {}
 unsafe impl Sync for Array {}
 
 impl Array {
-    /// Exclusive access to an array of `bytes`, whose first element is at `base`. Without `rows`, its bytes are
+    /// Exclusive access to an array of `bytes` bytes, whose first element is at `base`. Without `rows`, the array is
     /// contiguous.
     ///
     /// # Safety
-    /// Until this and everything made of it are gone, the memory of all bytes must be writable from any thread, no byte
-    /// of memory may belong to two of them, and nothing else may read or write it. The boxes taken of it must not
-    /// overlap.
+    /// Until this and everything made from it are gone, the memory of all bytes must be writable from any thread, no
+    /// byte of memory may belong to two of them, and nothing else may read or write it. The boxes taken from it must
+    /// not overlap.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, bytes: u64, rows: Option<Arc<Rows>>) -> Self {
         Self { base, bytes, rows }
     }
 
-    /// Exclusive access to the box of a tensor whose `rows` are among the array's bytes, in their own order, from byte
-    /// `first` on. `None` if they do not.
+    /// Exclusive access to the box of a tensor whose `rows` are among the array's bytes, in the array's order, from
+    /// byte `first` on. `None` if they are not inside the array.
     #[must_use]
     pub fn take(&mut self, rows: &Arc<Rows>, first: i64) -> Option<Strided> {
         let reach = rows.reach();
@@ -58,7 +58,7 @@ mod tests {
     use super::super::strided::Axis;
     use super::*;
 
-    /// Columns 1 and 2 of a tensor of 3 x 4 elements of two bytes, as those of an array of 3 x 3.
+    /// Columns 1 and 2 of a tensor of 3 x 4 elements of two bytes, as columns of an array of 3 x 3.
     fn columns() -> Arc<Rows> {
         let axes = [(3, 8, 6), (2, 2, 2)];
         Arc::new(Rows::new(2, 2, axes.into_iter().map(|(count, from, to)| Axis { count, from, to })))
@@ -71,7 +71,7 @@ mod tests {
         let mut gathered = vec![0; 12];
         columns().pack(0, &tensor, &mut gathered);
         assert_eq!(gathered, packed);
-        // Row by row; and column by column, from the last one on.
+        // Two layouts: row by row, and column by column, starting with the last column.
         let backwards = [(3, 6, 2), (3, 2, -6)].map(|(count, from, to)| Axis { count, from, to });
         for (layout, start, expected) in [
             (None, 0, [0, 0, 2, 3, 4, 5, 0, 0, 10, 11, 12, 13, 0, 0, 18, 19, 20, 21]),
@@ -123,7 +123,7 @@ mod tests {
         let mut rows = array.take(&columns(), 2).unwrap();
         let row = rows.split_off(3..6).alone().unwrap();
         assert_eq!((row.address(), row.len()), (memory.as_ptr().addr() + 3, 3));
-        assert!(rows.split_off(6..11).alone().is_err(), "not all of them are in the box");
+        assert!(rows.split_off(6..11).alone().is_err(), "some of these rows are not in the box");
         assert!(rows.alone().is_err(), "several rows");
     }
 }

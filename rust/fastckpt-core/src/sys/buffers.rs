@@ -15,13 +15,13 @@ pub struct Dealer {
 }
 
 impl Dealer {
-    /// Deals out `mapping`. Gives it back if another user or another process has it.
+    /// Deals out `mapping`. Fails and returns it if it is in use elsewhere or belongs to another process.
     pub fn new(mut mapping: Arc<Mapping>) -> Result<Self, Arc<Mapping>> {
         let alone = Arc::get_mut(&mut mapping).is_some_and(|mapping| mapping.is_ours());
         if alone { Ok(Self { mapping, used: 0 }) } else { Err(mapping) }
     }
 
-    /// The next `count` buffers of `size` bytes, or fewer if the memory ends.
+    /// The next `count` buffers of `size` bytes, or fewer if there is not enough memory.
     pub fn deal(&mut self, size: usize, count: usize) -> Buffers {
         let count = count.min((self.mapping.size() - self.used) / size.max(1));
         let buffer = |number| {
@@ -33,7 +33,7 @@ impl Dealer {
         Buffers { all, size, most: 0 }
     }
 
-    /// The mapping. As long as a part is alive, its owner is not the only reference.
+    /// The mapping. Parts that are alive hold references to it, too.
     #[must_use]
     pub fn into_mapping(self) -> Arc<Mapping> {
         self.mapping
@@ -45,12 +45,12 @@ impl Dealer {
 pub struct Buffers {
     all: Vec<Buffer>,
     size: usize,
-    /// How many buffers it may take from the pool on demand.
+    /// The maximum number of buffers to take from the pool on demand.
     most: usize,
 }
 
 impl Buffers {
-    /// Up to `most` buffers of `size` bytes, from the pool.
+    /// A set that takes up to `most` buffers of `size` bytes from the pool.
     #[must_use]
     pub fn own(size: usize, most: usize) -> Self {
         Self { all: Vec::new(), size, most }
@@ -61,7 +61,7 @@ impl Buffers {
         self.all.iter_mut().any(|buffer| buffer.has(len)) || (self.all.len() < self.most && len <= self.size)
     }
 
-    /// `len` bytes that begin at a page, or `None` if there are none now.
+    /// `len` bytes that begin at a page boundary, or `None` if so many are not free now.
     pub fn take(&mut self, len: usize) -> io::Result<Option<Dealt>> {
         if !self.has(len) {
             return Ok(None);
@@ -74,7 +74,7 @@ impl Buffers {
         Ok(found.map(|buffer| buffer.deal(len)))
     }
 
-    /// Gives buffers of the pool back to it. It keeps at most `keep` bytes.
+    /// Gives buffers of the pool back to it. The pool keeps at most `keep` bytes.
     pub fn give(self, keep: usize) {
         let own = if self.most > 0 { self.all } else { Vec::new() };
         let free =
@@ -83,7 +83,7 @@ impl Buffers {
     }
 }
 
-/// The size of a buffer for `len` bytes of which at least two fit in `share`: whole huge pages, if there is room for them.
+/// The size of a buffer for `len` bytes: whole huge pages if two such buffers fit in `share`, else whole pages.
 #[must_use]
 pub fn size_within(len: usize, share: usize) -> usize {
     let huge = len.next_multiple_of(HUGE_PAGE);
@@ -130,7 +130,7 @@ mod tests {
         let mapping = Dealer::new(dealer.into_mapping()).unwrap_err();
         drop(mapping);
         part.fill(7);
-        assert!(part.iter().all(|&byte| byte == 7), "it keeps its memory");
+        assert!(part.iter().all(|&byte| byte == 7), "the part keeps its memory");
     }
 
     #[test]

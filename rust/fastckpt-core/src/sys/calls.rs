@@ -1,7 +1,7 @@
-//! The calls to storage that threads of a job are making, for its waiting caller: storage may never answer.
+//! The calls to storage that are under way in a job's threads, for its waiting caller: storage may never respond.
 //!
-//! A thread of a job is registered by [`Calls::enter`], and notes each call while it lasts. In other threads a note
-//! costs almost nothing.
+//! A thread joins a job with [`Calls::enter`]. From then on, it records each call for as long as the call lasts. In
+//! other threads, this costs almost nothing.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ thread_local! {
 #[derive(Debug)]
 pub struct Calls {
     state: Mutex<State>,
-    /// Whether the job has come to the calls that cannot be undone.
+    /// Whether the job has reached the calls that cannot be undone.
     final_calls: AtomicBool,
 }
 
@@ -37,7 +37,7 @@ struct State {
 #[derive(Debug)]
 struct Call {
     operation: &'static str,
-    /// An open file or directory, and the name in it; an empty name for itself.
+    /// An open file or directory. The name is inside it, or empty for the file or directory itself.
     at: Option<RawFd>,
     name: PathBuf,
     since: Instant,
@@ -50,9 +50,9 @@ pub struct Hanging {
     pub operation: &'static str,
     /// The file or directory.
     pub path: PathBuf,
-    /// How long it has lasted.
+    /// How long the call has lasted.
     pub since: Duration,
-    /// How long no other call has ended either.
+    /// The time since another call ended, but no longer than `since`.
     pub quiet: Duration,
 }
 
@@ -64,17 +64,17 @@ impl Default for Calls {
 }
 
 impl Calls {
-    /// The calls of the calling thread's job.
+    /// The calls of the job for which the calling thread works.
     pub fn current() -> Option<Arc<Self>> {
         CURRENT.with_borrow(Clone::clone)
     }
 
-    /// Makes the calling thread work for a job, until it ends.
+    /// Makes the calling thread work for a job, until the thread ends.
     pub fn enter(calls: Option<Arc<Self>>) {
         CURRENT.set(calls);
     }
 
-    /// The call that has lasted longest, if no call has ended for as long as `patience`.
+    /// The call that has lasted longest, if no call has ended for at least `patience`.
     pub fn hanging(&self, patience: Duration) -> Option<Hanging> {
         let state = self.state();
         let (_, &Call { operation, at, ref name, since }) = state.under_way.first_key_value()?;
@@ -82,13 +82,13 @@ impl Calls {
         if quiet < patience {
             return None;
         }
-        // The descriptor is open as long as the call lasts, which cannot end without the lock.
+        // The descriptor stays open during the call, which cannot end without the lock.
         let at = at.map(path_of).unwrap_or_default();
         let path = if name == Path::new("") { at } else { at.join(name) };
         Some(Hanging { operation, path, since: since.elapsed(), quiet })
     }
 
-    /// Whether the job has come to the calls that cannot be undone.
+    /// Whether the job has reached the calls that cannot be undone.
     pub fn in_final_calls(&self) -> bool {
         self.final_calls.load(Ordering::Relaxed)
     }
@@ -105,7 +105,7 @@ pub fn final_calls() {
     }
 }
 
-/// A call is under way until this is dropped.
+/// A call that is under way until this is dropped.
 #[derive(Debug)]
 #[must_use]
 pub struct Noted(Option<(Arc<Calls>, u64)>);
@@ -120,12 +120,12 @@ impl Drop for Noted {
     }
 }
 
-/// Notes a call that the calling thread is about to make, on the file `fd`.
+/// Records a call on the file `fd` that the calling thread is about to make.
 pub fn on(operation: &'static str, fd: impl AsFd) -> Noted {
     noted(operation, || (Some(fd.as_fd().as_raw_fd()), PathBuf::new()))
 }
 
-/// The same on `name` in the directory `fd`; without `fd`, on a path.
+/// Records a call on `name` in the directory `fd`; without `fd`, on a path.
 pub fn at(operation: &'static str, fd: Option<BorrowedFd<'_>>, name: impl FnOnce() -> PathBuf) -> Noted {
     noted(operation, || (fd.map(|fd| fd.as_raw_fd()).filter(|&fd| fd != libc::AT_FDCWD), name()))
 }
@@ -146,7 +146,7 @@ fn path_of(fd: RawFd) -> PathBuf {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default()
 }
 
-/// A file whose close is noted: it may need an answer from a daemon or the server of a network file system.
+/// A file whose close is recorded: the close may wait for a daemon or for the server of a network file system.
 #[derive(Debug)]
 pub struct Closing<T: AsFd>(ManuallyDrop<T>);
 
@@ -178,7 +178,7 @@ impl<T: AsFd> AsFd for Closing<T> {
 
 impl<T: AsFd> Drop for Closing<T> {
     fn drop(&mut self) {
-        // The number is free as soon as the close begins.
+        // The descriptor's number is free as soon as the close begins.
         let fd = self.0.as_fd().as_raw_fd();
         let _call = at("close", None, || path_of(fd));
         // SAFETY: nothing uses the file after this.
@@ -196,7 +196,7 @@ mod tests {
         drop(on("read", std::io::stdin()));
         assert!(
             Calls::current().is_none() && calls.hanging(Duration::ZERO).is_none(),
-            "no thread works for it"
+            "no thread works for this job"
         );
         Calls::enter(Some(Arc::clone(&calls)));
         let directory = tempfile::tempdir().unwrap();

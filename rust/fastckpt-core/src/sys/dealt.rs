@@ -9,20 +9,20 @@ use super::mapping::Mapping;
 /// The alignment of parts.
 pub(super) const PAGES: usize = PAGE as usize;
 
-/// A part of a mapping. It belongs to its owner alone, and keeps the mapping mapped.
+/// A part of a mapping. It has a single owner, and keeps the mapping mapped.
 #[derive(Debug)]
 pub struct Dealt {
     mapping: Arc<Mapping>,
     range: Range<usize>,
-    /// Shared with the other parts of a buffer, which is not dealt again while one of them is alive.
+    /// Shared with the other parts of a buffer. The buffer is not dealt again while one of its parts is alive.
     live: Arc<()>,
 }
 
 impl Dealt {
-    /// The first `len` bytes, and the rest.
+    /// Splits off the first `len` bytes. Returns them and the rest.
     ///
     /// # Panics
-    /// If there are fewer bytes.
+    /// If there are fewer than `len` bytes.
     #[must_use]
     pub fn split(self, len: usize) -> (Self, Self) {
         assert!(len <= self.range.len(), "{len} bytes of {}", self.range.len());
@@ -63,12 +63,12 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    /// Deals out `range` of a mapping, no byte of which belongs to another buffer.
+    /// Deals out `range` of a mapping. No byte of it may belong to another buffer.
     pub(super) fn new(mapping: Arc<Mapping>, range: Range<usize>) -> Self {
         Self { mapping, range, used: 0, live: Arc::default() }
     }
 
-    /// Whether it has `len` bytes.
+    /// Whether `len` bytes are free.
     pub(super) fn has(&mut self, len: usize) -> bool {
         if Arc::get_mut(&mut self.live).is_some() {
             self.used = 0;

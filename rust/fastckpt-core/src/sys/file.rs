@@ -1,4 +1,4 @@
-//! Files of a checkpoint, opened relative to a directory, with and without the page cache.
+//! Files of a checkpoint, opened relative to a directory, for direct I/O or through the page cache.
 
 use std::io::{self, IoSliceMut};
 use std::ops::Range;
@@ -15,8 +15,8 @@ use super::fork::Held;
 use super::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use super::memory::{Bytes, MOST_VECTORS};
 
-/// The alignment of address, offset and length that puts I/O on the fast path of every file system met so far. ext4
-/// reports and accepts 512, but then serialises the writes.
+/// The alignment of address, offset and length with which I/O takes the fast path of every file system tried so far.
+/// ext4 reports and accepts 512, but then serialises the writes.
 pub const PAGE: u64 = 4096;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
@@ -28,13 +28,13 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
-/// A file inside a directory: the directory that holds it, and its name there. The file's name is one path component,
-/// or two, the first of which is a directory. No symbolic link is followed to get there.
+/// A file inside a directory: the directory that holds it, and its name there. The name passed to [`Located::find`] has
+/// one or two path components. The first of two components is a directory. No symbolic link is followed.
 #[derive(Debug)]
 pub struct Located<'a> {
     outer: BorrowedFd<'a>,
     inner: Option<OwnedFd>,
-    /// Its name in [`Located::directory`].
+    /// The name in [`Located::directory`].
     pub name: &'a str,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Located<'a> {
         }
     }
 
-    /// The same. Makes the directory if it is missing.
+    /// Like [`Self::find`], but creates the directory if it is missing.
     pub fn make(outer: BorrowedFd<'a>, name: &'a str) -> io::Result<Self> {
         match (Self::find(outer, name), name.split_once('/')) {
             (Err(error), Some((folder, _))) if error.kind() == io::ErrorKind::NotFound => {
@@ -68,26 +68,26 @@ impl<'a> Located<'a> {
         }
     }
 
-    /// The directory that holds it.
+    /// The directory that holds the file.
     #[must_use]
     pub fn directory(&self) -> BorrowedFd<'_> {
         self.inner.as_ref().map_or(self.outer, AsFd::as_fd)
     }
 
-    /// The entry of that name.
+    /// The attributes of the entry with that name.
     pub fn stat(&self) -> io::Result<fs::Stat> {
         Ok(fs::statat(self.directory(), self.name, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 }
 
-/// The kind of the file `name` inside `directory`: see [`Located`].
+/// The attributes of the file `name` inside `directory` (see [`Located`]).
 pub fn stat(directory: BorrowedFd<'_>, name: &str) -> io::Result<fs::Stat> {
     Located::find(directory, name)?.stat()
 }
 
-/// The time at which the file `name` inside `directory` was last changed, in nanoseconds since 1970 UTC, and its inode;
-/// of `directory` itself if there is no name. A network file system asks its server: its cache may be older than what
-/// other clients have written.
+/// The time at which the file `name` inside `directory` was last changed, in nanoseconds since 1970 UTC, and its inode.
+/// An empty name stands for `directory` itself. A network file system asks its server, because its cache may be older
+/// than what other clients have written.
 pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> {
     let file = if name.is_empty() {
         Located { outer: directory, inner: None, name }
@@ -99,7 +99,7 @@ pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> 
     let nanoseconds = |seconds: i64, rest: i64| seconds.wrapping_mul(1_000_000_000).wrapping_add(rest);
     match fs::statx(file.directory(), file.name, flags | AtFlags::STATX_FORCE_SYNC, wanted) {
         Ok(stat) => Ok((nanoseconds(stat.stx_mtime.tv_sec, stat.stx_mtime.tv_nsec.into()), stat.stx_ino)),
-        // Before Linux 4.11, or a filter refuses the call.
+        // Linux is older than 4.11, or a filter refuses the call.
         Err(Errno::NOSYS | Errno::PERM) => {
             let stat = fs::statat(file.directory(), file.name, flags)?;
             Ok((nanoseconds(stat.st_mtime, stat.st_mtime_nsec.cast_signed()), stat.st_ino))
@@ -135,7 +135,7 @@ fn open_now(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match retry_on_intr(|| fs::openat2(directory, name, flags, Mode::empty(), resolve)) {
-        // No openat2 (before 5.6), or a seccomp filter hides it. `name` is one component, so NOFOLLOW is enough.
+        // openat2 does not exist (before 5.6) or is filtered. `name` is one component, so NOFOLLOW is enough.
         Err(Errno::NOSYS | Errno::PERM) => {
             Ok(retry_on_intr(|| fs::openat(directory, name, flags, Mode::empty()))?)
         }
@@ -176,20 +176,20 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
     Ok(done)
 }
 
-/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more if the
-/// file system requires it. `None` if the file cannot do direct I/O.
+/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, or more if the
+/// file system requires more. `None` if the file does not support direct I/O.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     let Some(stat) = stat.ok().filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0) else {
-        // Not reported (before 6.1, btrfs, NFS), or a filter refuses the call: an attempt will show it.
+        // Not reported (before 6.1, btrfs, NFS), or a filter refuses the call. An attempt will show the alignment.
         return Some(PAGE);
     };
     let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
-    (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
+    (wanted > 0).then_some(wanted.max(PAGE)) // both are zero if this file does not support direct I/O
 }
 
-/// Bytes per allocation call. A call of this size takes only a moment, and a signal undoes little of the work: before
-/// Linux 6.11, tmpfs gives the whole range back on any signal, and a profiler sends one every few milliseconds.
+/// Bytes per allocation call. A call of this size takes only a moment, so a signal undoes little work: before Linux
+/// 6.11, tmpfs frees the whole range on any signal, and a profiler sends a signal every few milliseconds.
 const STEP: u64 = 256 << 20;
 /// How often an allocation is retried after a signal interrupted it.
 const INTERRUPTIONS: usize = 8;
@@ -245,11 +245,11 @@ enum Residency {
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates the file `name` (see [`Located`]), which must not exist, inside `directory` with `len` bytes allocated. So no write extends the
-    /// file, and a full file system is noticed before the first byte. The mode is 0666 less the umask.
+    /// Creates the file `name` (see [`Located`]), which must not exist, in `directory` with `len` bytes allocated. So
+    /// no write extends it, and a full file system is noticed before the first byte. The mode is 0666 minus the umask.
     ///
-    /// `go_on` is called now and then. Once it returns false, the error is of kind `Interrupted`, and the caller must
-    /// remove the file.
+    /// `go_on` is called repeatedly. Once it returns false, this fails with an error of kind `Interrupted`, and the
+    /// caller must remove the file.
     pub fn create(
         directory: BorrowedFd<'_>,
         name: &str,
@@ -276,7 +276,7 @@ impl DataFile {
         let direct = if direct {
             match open(OFlags::DIRECT) {
                 Ok(fd) if direct_alignment(fd.as_fd()) == Some(PAGE) => Some(fd),
-                // An alignment above a page would need larger blocks everywhere. No such file system has been reported.
+                // An alignment above a page would require larger blocks everywhere. No such file system is known.
                 Ok(_) => None,
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => None,
                 Err(error) => return Err(error),
@@ -342,7 +342,7 @@ impl DataFile {
         self.direct.is_some() && self.refused.get().is_none()
     }
 
-    /// Notes that the file system refused an aligned direct operation.
+    /// Records that the file system refused an aligned direct operation.
     pub fn refuse_direct(&self) {
         let _ = self.refused.set(());
     }
@@ -350,7 +350,7 @@ impl DataFile {
     /// Whether the page cache holds most of `[start, end)` in a file of `len` bytes. False if the kernel does not
     /// report it.
     ///
-    /// The first call looks at the whole file, so a file that is not cached at all costs only one query.
+    /// The first call checks the whole file, so a file that is not cached at all costs only one query.
     #[must_use]
     pub fn is_cached(&self, start: u64, end: u64, len: u64) -> bool {
         let whole = *self.residency.get_or_init(|| {
@@ -369,7 +369,7 @@ impl DataFile {
         }
     }
 
-    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. Pages
+    /// Makes the page cache drop `[start, end)`, even dirty pages, so that the next read comes from the device. Pages
     /// that others have mapped stay.
     pub fn forget(&self, start: u64, end: u64) {
         let _ = retry_on_intr(|| fs::fdatasync(&self.cached));
@@ -377,8 +377,8 @@ impl DataFile {
         let _ = fs::fadvise(&self.cached, start, len, fs::Advice::DontNeed);
     }
 
-    /// Has the kernel read `[start, end)` into the page cache, without waiting for it. For one request it reads no more
-    /// than its read-ahead window, which is this large nearly everywhere.
+    /// Makes the kernel read `[start, end)` into the page cache, without waiting for it. One request reads at most the
+    /// kernel's read-ahead window, which has this size nearly everywhere.
     pub fn read_ahead(&self, start: u64, end: u64) {
         const WINDOW: u64 = 128 << 10;
         for at in (start..end).step_by(WINDOW as usize) {
@@ -423,8 +423,8 @@ impl DataFile {
         Ok(written)
     }
 
-    /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report
-    /// success the next time. (An interrupted call is not a failure.)
+    /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages, so another call
+    /// would report success. (An interrupted call is not a failure.)
     pub fn sync(&self) -> io::Result<()> {
         retry_on_intr(|| fs::fdatasync(&self.cached))?;
         if !is_in_user_space(self.cached.as_fd()) {
@@ -444,20 +444,20 @@ pub fn sync(fd: BorrowedFd<'_>) -> io::Result<()> {
     if is_in_user_space(fd) { flush(fd) } else { Ok(()) }
 }
 
-/// Whether a daemon in user space (FUSE) has the file. It may buffer written bytes by descriptor.
+/// Whether the file belongs to a daemon in user space (FUSE), which may buffer written bytes for each descriptor.
 fn is_in_user_space(fd: BorrowedFd<'_>) -> bool {
     const FUSE: fs::FsWord = 0x6573_5546;
     fs::fstatfs(fd).is_ok_and(|found| found.f_type == FUSE)
 }
 
-/// Closes a duplicate of `fd`. A daemon may send written bytes only then, and the close reports a failure.
+/// Closes a duplicate of `fd`. A daemon may write the bytes only at a close, and the close reports a failure.
 fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
     let twin = fd.try_clone_to_owned()?;
     let _call = calls::on("close", fd);
     // SAFETY: the descriptor was owned here, and is given up.
     let closed = unsafe { libc::close(twin.into_raw_fd()) };
     match io::Error::last_os_error() {
-        // Linux closes it even if the call is interrupted.
+        // Linux closes the descriptor even if the call is interrupted.
         error if closed != 0 && error.kind() != io::ErrorKind::Interrupted => Err(error),
         _ => Ok(()),
     }
@@ -472,7 +472,7 @@ pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Writes `bufs`, one after another, at `offset`: as many as the kernel takes at once.
+/// Writes `bufs`, one after another, at `offset`. Returns the number of bytes written, which may not be all.
 fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFlags) -> Result<usize, Errno> {
     let _call = calls::on("write", fd);
     let (fd, flags) = (fd.as_raw_fd(), flags.bits().cast_signed());
@@ -489,7 +489,7 @@ fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFl
                 // length.
                 unsafe { libc::pwritev(fd, vectors, count, offset) }
             } else {
-                // SAFETY: likewise.
+                // SAFETY: as for `pwritev`.
                 unsafe { libc::pwritev2(fd, vectors, count, offset, flags) }
             }
         }

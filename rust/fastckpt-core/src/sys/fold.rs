@@ -1,10 +1,10 @@
 //! Checksums of memory, and a copy of it, in one pass over the registers of a processor that has AVX-512 and
 //! `VPCLMULQDQ`.
 //!
-//! A CRC is a remainder: the bytes are a polynomial over GF(2), divided by the polynomial of the CRC. Bytes with others
-//! behind them may be multiplied by the power of x that stands for their distance, modulo that polynomial, and added to
-//! those others: the remainder stays. What is left at the end are the bytes of one step, with the remainder of all. See
-//! Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
+//! A CRC is a remainder: the bytes are a polynomial over GF(2), divided by the polynomial of the CRC. Bytes followed by
+//! others may be multiplied by the power of x for their distance, modulo that polynomial, and added to the later bytes:
+//! the remainder stays. In the end, the bytes of one step are left, with the remainder of all. See Gopal et al., "Fast
+//! CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::asm;
@@ -20,11 +20,11 @@ use super::memory::Bytes;
 const LANE: usize = 64;
 const LANES: usize = 4;
 
-/// Bytes that are folded at a time: as many as hide for how long a multiplication takes.
+/// Bytes that are folded at a time: enough to hide the latency of a multiplication.
 pub const STEP: usize = LANES * LANE;
 
-/// From as many bytes on, a copy goes past the caches. As a rule it is for a device or for later, and to read where a
-/// store goes to, in order to write there, would cost a third of the pass.
+/// A copy of at least this many bytes bypasses the caches. It is usually for a device or for later use. Without the
+/// bypass, the processor would read each target line before writing it, which would cost a third of the pass.
 #[cfg(target_arch = "x86_64")]
 const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
 
@@ -35,12 +35,12 @@ const PAST: usize = if cfg!(test) { STEP } else { 64 << 10 };
 /// times x. So the powers are less by one than the distances.
 pub type Keys = [u64; 2];
 
-/// Leave to fold: this processor can.
+/// Proof that this processor can fold.
 #[derive(Debug, Clone, Copy)]
 pub struct Fold(());
 
 impl Fold {
-    /// `None` if this processor cannot.
+    /// `None` if this processor cannot fold.
     #[must_use]
     pub fn new() -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
@@ -50,11 +50,11 @@ impl Fold {
         can.then_some(Self(()))
     }
 
-    /// For each polynomial that has `keys`, the bytes of one step that leave the remainder of all `from`, if the register
-    /// was all ones before `from` and is zero before them. Copies `from` to `to`, if that is given.
+    /// For each polynomial with `keys`, the bytes of one step that leave the same remainder as all of `from`, if the
+    /// register was all ones before `from` and is zero before them. Copies `from` to `to`, if `to` is given.
     ///
-    /// Each byte is read once, and the copy and the sums get it from the same register. If the source changes meanwhile,
-    /// that decides which bytes are written, but not whether their sums are right.
+    /// Each byte is read once, and the copy and the sums get it from the same register. If the source changes
+    /// meanwhile, this affects which bytes are written, but their sums are right.
     ///
     /// # Panics
     /// If `from` is not one or several whole steps, or `to` is longer or shorter.
@@ -69,9 +69,9 @@ impl Fold {
         assert!(len > 0 && len.is_multiple_of(STEP), "{len} bytes are not whole steps");
         assert!(to.as_ref().is_none_or(|to| to.len() == len), "a copy has two sides of one length");
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `self` says that the processor has what `fold` is compiled for. By the contract of `Bytes`, `len` bytes
-        // are readable, and no `&mut` has one of them, so not `to`. That, if it is given, has as many bytes, and is
-        // borrowed for this call alone.
+        // SAFETY: `self` proves that the processor has the features for which `fold` is compiled. By the contract of
+        // `Bytes`, `len` bytes are readable, and no `&mut` covers one of them, so `to` does not. If `to` is given, it
+        // has the same number of bytes, and it is borrowed for this call alone.
         return unsafe { fold(from.pointer(), len, to.map(<[u8]>::as_mut_ptr), keys) };
         #[cfg(not(target_arch = "x86_64"))]
         unreachable!("`new` makes none for {keys:?}");
@@ -98,15 +98,15 @@ unsafe fn fold<const N: usize>(
         // SAFETY: `len` is a multiple of `STEP`, so the step from `at` on lies before `len`.
         let step = unsafe { read(from.wrapping_add(at)) };
         if let Some(to) = to {
-            // SAFETY: likewise, and nobody else writes there, by the contract of this function. `past` is only true if
-            // `to`, and so each step behind it, is at a multiple of `LANE`. The fence is below.
+            // SAFETY: likewise, and nothing else writes there, by the contract of this function. `past` is only true if
+            // `to`, and therefore each later step, is at a multiple of `LANE`. The fence is below.
             unsafe { write(to.wrapping_add(at), step, past) };
         }
         for (sums, &keys) in sums.iter_mut().zip(&keys) {
             for (sum, &lane) in sums.iter_mut().zip(&step) {
                 let first = _mm512_clmulepi64_epi128::<0x00>(*sum, keys);
                 let last = _mm512_clmulepi64_epi128::<0x11>(*sum, keys);
-                *sum = _mm512_ternarylogic_epi64::<0x96>(first, last, lane); // all three, xored
+                *sum = _mm512_ternarylogic_epi64::<0x96>(first, last, lane); // the xor of all three
             }
             if at == 0 {
                 // A register of ones is the same as one of zeros if the first 8 bytes are inverted.
@@ -114,7 +114,7 @@ unsafe fn fold<const N: usize>(
             }
         }
     }
-    _mm_sfence(); // stores past the caches are done before anything else of this thread is seen
+    _mm_sfence(); // stores past the caches become visible before later stores of this thread
     sums.map(|sums| {
         let mut bytes = [0; STEP];
         // SAFETY: `bytes` has a step.
@@ -123,8 +123,8 @@ unsafe fn fold<const N: usize>(
     })
 }
 
-/// The step of bytes at `from`, at any address, each of them read once: what the compiler does not see it cannot do a
-/// second time where the bytes are used.
+/// The step of bytes at `from`, at any address. Each byte is read once: the compiler does not see the read, so it
+/// cannot repeat the read where the bytes are used.
 ///
 /// # Safety
 /// `STEP` bytes must be readable. They may change.
@@ -133,8 +133,8 @@ unsafe fn fold<const N: usize>(
 #[inline]
 unsafe fn read(from: *const u8) -> [__m512i; LANES] {
     let (a, b, c, d);
-    // SAFETY: the instructions read `STEP` bytes, which may be read and need no alignment, and change nothing but the
-    // registers that are named. As they are no accesses of the language, they may meet writes of other threads.
+    // SAFETY: the instructions read `STEP` bytes, which are readable and need no alignment, and change nothing but the
+    // named registers. The language does not count them as accesses, so other threads may write at the same time.
     unsafe {
         asm!(
             "vmovdqu64 {a}, [{from}]",
@@ -152,11 +152,11 @@ unsafe fn read(from: *const u8) -> [__m512i; LANES] {
     [a, b, c, d]
 }
 
-/// Writes a step of bytes to `to`, at any address, or past the caches, at a multiple of `LANE`.
+/// Writes a step of bytes to `to`: through the caches at any address, or past the caches at a multiple of `LANE`.
 ///
 /// # Safety
-/// `STEP` bytes must be writable, by nobody else. If they go past the caches, `_mm_sfence` must come before any other
-/// access to them, and before other threads or the kernel are told of them.
+/// `STEP` bytes must be writable by this call only. If they go past the caches, `_mm_sfence` must come before any other
+/// access to them, and before other threads or the kernel learn of them.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
@@ -167,7 +167,7 @@ unsafe fn write(to: *mut u8, step: [__m512i; LANES], past: bool) {
             // SAFETY: the lanes are `STEP` bytes together, and each is as aligned as `to`.
             unsafe { _mm512_stream_si512(to, lane) };
         } else {
-            // SAFETY: likewise, and this store needs no alignment.
+            // SAFETY: the lanes are `STEP` bytes together, and this store needs no alignment.
             unsafe { _mm512_storeu_si512(to, lane) };
         }
     }
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
     use crate::sys::page;
 
-    /// As many bytes between two pages that nobody may touch. They are never unmapped.
+    /// `pages` pages of memory between two inaccessible pages. They are never unmapped.
     fn fenced(pages: usize) -> &'static mut [u8] {
         let len = pages * page::size();
         let whole = len + 2 * page::size();

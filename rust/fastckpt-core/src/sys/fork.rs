@@ -1,13 +1,13 @@
 //! Descriptors that a forked child does not keep. They belong to operations that only the parent's threads continue.
 //!
-//! `O_CLOEXEC` acts at exec, which a data loader's worker never reaches. For its whole life, the worker would keep
-//! these open: shards, whose gigabytes stay allocated after they are replaced; rings; and the manifest whose lock shows
-//! that its writer is alive.
+//! `O_CLOEXEC` acts at exec, which a data loader's worker never reaches. Without this module, the worker would keep
+//! these open for its whole life: shards, whose gigabytes stay allocated after they are replaced; rings; and the
+//! manifest whose lock shows that its writer is alive.
 //!
-//! A table notes each such descriptor, and the child replaces each of them with an empty one. It does not close them.
+//! A table records each such descriptor, and the child replaces each of them with an empty one instead of closing it.
 //! Their numbers stay taken, so if the child still runs code of the parent (the fork can happen inside a callback),
 //! that code gets an error and never reaches an unrelated file. A descriptor that is opened at the very moment of the
-//! fork may be missed. The price is disk space.
+//! fork may be missed. In that case, the child keeps it open, at the cost of disk space.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ static NOTED: [AtomicI32; 2048] = [const { AtomicI32::new(FREE) }; 2048];
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// A descriptor's place in the table, for as long as this lives. It must be dropped before the descriptor.
+/// A descriptor's place in the table. It must be dropped before the descriptor.
 #[derive(Debug)]
 pub struct Note {
     place: Option<&'static AtomicI32>,
@@ -30,7 +30,7 @@ pub struct Note {
 }
 
 impl Note {
-    /// Notes `fd`.
+    /// Records `fd`.
     #[must_use]
     pub fn new(fd: BorrowedFd<'_>) -> Self {
         if !REGISTERED.swap(true, Ordering::Relaxed) {
@@ -49,13 +49,13 @@ impl Note {
 impl Drop for Note {
     fn drop(&mut self) {
         if let Some(place) = self.place {
-            // In a child, the slot may be free or hold another descriptor.
+            // In a child, the place may be free or hold another descriptor.
             let _ = place.compare_exchange(self.fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 }
 
-/// Runs in the child before `fork` returns. Only the forking thread exists there, and threads that do not may have held
+/// Runs in the child before `fork` returns. Only the forking thread exists there, and the missing threads may have held
 /// locks.
 extern "C" fn in_child() {
     let mut empty = -1;
@@ -68,7 +68,7 @@ extern "C" fn in_child() {
             // SAFETY: a system call on numbers, which is allowed here.
             empty = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         }
-        // SAFETY: likewise. `fd` belongs to an operation of the parent, whose threads are not in this process.
+        // SAFETY: as for `eventfd`. `fd` belongs to an operation of the parent, whose threads are not in this process.
         if empty < 0 || unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
             // No descriptor is left for the empty one, so `fd` is closed.
             // SAFETY: as above.
@@ -76,7 +76,7 @@ extern "C" fn in_child() {
         }
     }
     if empty >= 0 {
-        // SAFETY: likewise; it was opened above.
+        // SAFETY: as for `eventfd`. The descriptor was opened above.
         unsafe { libc::close(empty) };
     }
 }
@@ -84,7 +84,7 @@ extern "C" fn in_child() {
 /// A descriptor that a forked child does not keep.
 #[derive(Debug)]
 pub struct Held {
-    // Before the descriptor: once a number is closed, another file may get it at any time.
+    // Dropped before the descriptor: once its number is closed, another file may get it at any time.
     _note: Note,
     fd: Closing<OwnedFd>,
 }

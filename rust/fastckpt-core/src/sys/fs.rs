@@ -1,5 +1,5 @@
-//! The calls of rustix for file systems. Calls that storage may answer late are noted while they last: see
-//! [`super::calls`].
+//! Calls of rustix for file systems. Calls for which storage may take long are recorded while they last (see
+//! [`super::calls`]).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -11,17 +11,17 @@ use super::calls;
 
 pub use rustix::fs::*;
 
-/// Defines calls on a file, or on a name in a directory, each with its name in errors.
+/// Defines calls on a file, or on a name in a directory. The string of each call names it in errors.
 macro_rules! noted {
     ($($verb:literal: $call:ident($($more:ident: $kind:ty),*) -> $out:ty;)*) => {$(
-        /// That of rustix.
+        /// The rustix call of the same name.
         pub fn $call(fd: impl AsFd, $($more: $kind),*) -> Result<$out> {
             let _call = calls::on($verb, &fd);
             rustix::fs::$call(fd, $($more),*)
         }
     )*};
     ($($verb:literal: $call:ident(name $(, $more:ident: $kind:ty)*) -> $out:ty;)*) => {$(
-        /// That of rustix.
+        /// The rustix call of the same name.
         pub fn $call(fd: impl AsFd, name: impl Arg $(, $more: $kind)*) -> Result<$out> {
             let _call = calls::at($verb, Some(fd.as_fd()), || text(&name));
             rustix::fs::$call(fd, name $(, $more)*)
@@ -51,19 +51,19 @@ noted! {
     "remove": unlinkat(name, flags: AtFlags) -> ();
 }
 
-/// That of rustix.
+/// The rustix call of the same name.
 pub fn open(path: impl Arg, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     let _call = calls::at("open", None, || text(&path));
     rustix::fs::open(path, flags, mode)
 }
 
-/// That of rustix.
+/// The rustix call of the same name.
 pub fn renameat(from: impl AsFd, old: impl Arg, to: impl AsFd, new: impl Arg) -> Result<()> {
     let _call = calls::at("rename", Some(from.as_fd()), || text(&old));
     rustix::fs::renameat(from, old, to, new)
 }
 
-/// That of rustix.
+/// The rustix call of the same name.
 pub fn renameat_with(
     from: impl AsFd,
     old: impl Arg,
@@ -75,13 +75,13 @@ pub fn renameat_with(
     rustix::fs::renameat_with(from, old, to, new, flags)
 }
 
-/// That of rustix.
+/// The rustix call of the same name.
 pub fn linkat(from: impl AsFd, old: impl Arg, to: impl AsFd, new: impl Arg, flags: AtFlags) -> Result<()> {
     let _call = calls::at("link", Some(from.as_fd()), || text(&old));
     rustix::fs::linkat(from, old, to, new, flags)
 }
 
-/// That of rustix.
+/// The rustix call of the same name.
 pub fn fsetxattr(fd: impl AsFd, name: impl Arg, value: &[u8], flags: XattrFlags) -> Result<()> {
     let _call = calls::on("set an attribute of", &fd);
     rustix::fs::fsetxattr(fd, name, value, flags)

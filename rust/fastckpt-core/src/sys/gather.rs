@@ -10,7 +10,7 @@ use super::mapping::Stretch;
 use super::memory::{Bytes, Region, Source};
 use super::slabs::Slab;
 
-/// One stretch.
+/// One stretch of the memory of an operation.
 #[derive(Debug)]
 pub enum Part {
     /// Bytes of the operation's staging buffer.
@@ -19,9 +19,9 @@ pub enum Part {
     Source(Source),
     /// Memory of a snapshot, written to a file.
     Stretch(Stretch),
-    /// The caller's memory, filled from a file.
+    /// The caller's memory, to be filled from a file.
     Region(Region),
-    /// Bytes of a mapped file, brought into memory. This is always the only part.
+    /// Bytes of a mapped file, to be brought into memory. This is always the only part.
     Mapped(Arc<FileMap>, Range<usize>),
 }
 
@@ -44,7 +44,7 @@ impl Part {
     }
 }
 
-/// Bytes that a store sent, in memory of its client. Nothing changes them.
+/// Bytes that a store sent, in memory of its client. They never change.
 pub trait Fetched: AsRef<[u8]> + Debug + Send + Sync {}
 impl<T: AsRef<[u8]> + Debug + Send + Sync> Fetched for T {}
 
@@ -57,7 +57,7 @@ pub struct Buf {
 }
 
 impl Buf {
-    /// Memory made of `parts`. The parts in the staging buffer must be in their order there, without overlap.
+    /// Memory that consists of `parts`. The parts in the staging buffer must be in its order, without overlap.
     ///
     /// # Panics
     /// If a part is outside the staging buffer or starts before the end of the previous one.
@@ -95,14 +95,14 @@ impl Buf {
         }
     }
 
-    /// The bytes of the staging buffer, or those that a store sent in its place; empty without either.
+    /// The bytes of the staging buffer, or the bytes that a store sent instead; empty if there are none.
     #[must_use]
     pub fn slab(&self) -> &[u8] {
         let fetched = self.fetched.as_deref().map(AsRef::as_ref);
         fetched.or(self.slab.as_deref()).unwrap_or_default()
     }
 
-    /// Takes the bytes that a store sent.
+    /// Keeps the bytes that a store sent.
     pub fn fetched(&mut self, bytes: Box<dyn Fetched>) {
         self.fetched = Some(bytes);
     }
@@ -113,7 +113,7 @@ impl Buf {
         self.slab.as_deref().map_or(0, <[u8]>::len)
     }
 
-    /// The staging buffer, for reuse.
+    /// Returns the staging buffer, for reuse.
     #[must_use]
     pub fn into_slab(self) -> Option<Slab> {
         self.slab

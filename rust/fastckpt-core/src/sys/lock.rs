@@ -1,8 +1,8 @@
-//! A lock that shows whether its holder is alive. It is taken on an open file. Every process of the machine sees it
-//! and, where the file system supports that (NFS, Ceph, Lustre with `flock`), so do other machines.
+//! A lock that shows whether its holder is alive. It is taken on an open file. Every process of the machine sees it,
+//! and so do other machines if the file system supports that (NFS, Ceph, Lustre with `flock`).
 //!
-//! It covers one byte far beyond the end of the file, because some file systems (CIFS) keep others from reading locked
-//! bytes.
+//! The lock covers one byte far beyond the end of the file, because some file systems (CIFS) prevent other processes
+//! from reading locked bytes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -28,8 +28,8 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_WRLCK)
 }
 
-/// The same, but shared with other processes. `fd` must also be open for reading. If it holds the lock exclusively, it
-/// now shares it.
+/// Like [`take`], but the lock is shared with other processes. `fd` must also be open for reading. If it holds the lock
+/// exclusively, it shares the lock from now on.
 pub fn share(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_RDLCK)
 }

@@ -1,4 +1,4 @@
-//! Files as memory: pages of the page cache. A page is copied at the first write to it, so no write reaches the file.
+//! Files as memory: pages of the page cache. The first write to a page copies the page, so no write reaches the file.
 
 use std::io;
 use std::ops::Range;
@@ -20,7 +20,7 @@ pub struct FileMap {
 // SAFETY: the mapping lives as long as this object, which only hands out its address and, through `bytes`, shared
 // reads.
 unsafe impl Send for FileMap {}
-// SAFETY: likewise.
+// SAFETY: as for `Send`.
 unsafe impl Sync for FileMap {}
 
 impl FileMap {
@@ -52,7 +52,7 @@ impl FileMap {
         self.len == 0
     }
 
-    /// Brings the pages of `range` into memory and maps them. A failing disk is an error here; later it would be a
+    /// Brings the pages of `range` into memory and maps them. A failing disk is an error here. Later, it would raise a
     /// signal.
     pub fn populate(&self, range: &Range<usize>) -> io::Result<()> {
         self.populate_pages(range, page::size())
@@ -61,22 +61,22 @@ impl FileMap {
     fn populate_pages(&self, range: &Range<usize>, page: usize) -> io::Result<()> {
         let pages = page::around(range.start.min(self.len)..range.end.min(self.len), page);
         let at = self.base.as_ptr().wrapping_add(pages.start).cast();
-        // The first advice makes the file system read everything at once. Page faults would request little at a time.
+        // The first advice makes the file system read the whole range. Page faults would request little at a time.
         for advice in [Advice::WillNeed, Advice::LinuxPopulateRead] {
             // SAFETY: the pages are those of the mapping, and neither advice changes their content.
             match unsafe { madvise(at, pages.len(), advice) } {
                 Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
-                // Every kernel knows the first advice, so it refuses the range. A failing disk would then raise a
-                // signal.
+                // Every kernel supports the first advice, so it is the range that it refuses. A failing disk would then
+                // raise a signal.
                 Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
-                // Any other failure only means that pages come at the first access, as before Linux 5.14.
+                // Any other failure only means that pages are read at the first access, as before Linux 5.14.
                 _ => {}
             }
         }
         Ok(())
     }
 
-    /// The bytes of `range`, valid as long as nothing writes through the address.
+    /// The bytes of `range`. They are valid as long as nothing writes through the address.
     ///
     /// # Panics
     /// If the file has fewer bytes.
@@ -84,8 +84,8 @@ impl FileMap {
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
         // SAFETY: the range lies in the mapping. Writing through the address takes unsafe code, which must wait until
-        // these bytes are no longer read: Python hands out this memory only after the load has ended. A process that
-        // changes the file in place meanwhile, which is forbidden, changes bytes under a reader. Their checksum then
+        // these bytes are no longer read: Python hands out this memory only after the load has ended. If a process
+        // changes the file in place meanwhile, which is forbidden, bytes change under a reader. Their checksum then
         // fails, or has already matched. Nothing else depends on them.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().wrapping_add(range.start), range.len()) }
     }
@@ -123,7 +123,7 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[7; 8192]).unwrap();
         let map = FileMap::new(file.as_fd(), 8192).unwrap();
-        // Assumes smaller pages than the machine has, as 4096 would be on a machine with 64 KiB pages.
+        // Assumes smaller pages than the machine has, like code that assumes 4096 on a machine with 64 KiB pages.
         let outcome = map.populate_pages(&(600..5000), 512);
         assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EINVAL));
         map.populate(&(600..5000)).unwrap();

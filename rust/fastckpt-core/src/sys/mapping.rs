@@ -35,7 +35,7 @@ impl Mapping {
     /// Maps at least `len` bytes. The threads that fill them first take the page faults.
     pub fn new(len: usize) -> io::Result<Self> {
         let len = size_for(len).ok_or(io::ErrorKind::OutOfMemory)?;
-        // One huge page more, so that an aligned range of `len` bytes lies inside. The rest is unmapped.
+        // Maps one more huge page, so that an aligned range of `len` bytes lies inside. The rest is unmapped.
         let whole = len.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: a private anonymous mapping at an address the kernel chooses overlaps nothing.
         let start = unsafe {
@@ -73,7 +73,7 @@ impl Mapping {
         unsafe { madvise(self.base.as_ptr().cast(), self.len, advice) }.is_ok()
     }
 
-    /// Number of bytes, in every process.
+    /// The number of bytes. It is the same in a child.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.len
@@ -124,7 +124,7 @@ impl DerefMut for Mapping {
     }
 }
 
-/// Bytes of a mapping with several readers. While one of these exists, nothing writes to any part of the mapping.
+/// Bytes of a mapping with several readers. While a stretch exists, nothing writes to any part of its mapping.
 #[derive(Debug, Clone)]
 pub struct Stretch {
     mapping: Arc<Mapping>,

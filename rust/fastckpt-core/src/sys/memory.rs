@@ -1,4 +1,4 @@
-//! The caller's memory: of a tensor to save, and of the destination of one that is read.
+//! The caller's memory: of a tensor to save, and of the destination of a tensor to load.
 
 use std::ffi::c_void;
 use std::hint::black_box;
@@ -10,11 +10,11 @@ use rustix::mm::{Advice, madvise};
 
 use super::page;
 
-/// The most stretches of memory per operation of the kernel (`UIO_MAXIOV`).
+/// The maximum number of stretches of memory per operation of the kernel (`UIO_MAXIOV`).
 pub(super) const MOST_VECTORS: usize = 1024;
 
-/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so there is no slice of
-/// it, which would promise the compiler that it does not change. Its bytes are copied, summed, or given to the kernel.
+/// Memory to read, of the caller or of this crate. Its owner may write to it meanwhile, so there is no slice of it: a
+/// slice would promise the compiler that it does not change. Its bytes are copied, summed, or passed to the kernel.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)] // as the kernel takes it
 pub struct Bytes<'a> {
@@ -28,15 +28,15 @@ pub type Source = Bytes<'static>;
 
 // SAFETY: the caller of `new` promised that the memory may be read from any thread, and so may a slice's.
 unsafe impl Send for Bytes<'_> {}
-// SAFETY: likewise, and there are only reads.
+// SAFETY: as for `Send`, and there are only reads.
 unsafe impl Sync for Bytes<'_> {}
 
 impl Bytes<'_> {
     /// The `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until this and every copy of it are gone, the bytes must be readable from any thread, and no `&mut` may have one
-    /// of them. They may change.
+    /// Until this and every copy of it are gone, the bytes must be readable from any thread, and no `&mut` may cover
+    /// one of them. The bytes may change.
     #[must_use]
     pub const unsafe fn new(base: *const u8, len: usize) -> Self {
         Self { base, len, owner: PhantomData }
@@ -59,7 +59,7 @@ impl Bytes<'_> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the memory is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -81,24 +81,24 @@ impl Bytes<'_> {
         if self.is_empty() {
             return; // an empty tensor's address may be null
         }
-        // The compiler cannot see which function this is. It could read the source of a copy that it knows a second
-        // time where the copy is used, and the two would differ.
+        // The compiler cannot see which function this is. If it knew that this is a copy, it could read the source a
+        // second time where the copy is used, and the two reads could differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: the source is readable, and no `&mut` has a byte of it, so not `to`, by the contract of `new`. Where the
-        // source changes, the C library reads it as the processor does: what arrives is a mixture of old and new bytes.
+        // SAFETY: the source is readable, and no `&mut` covers a byte of it, so not `to`, by the contract of `new`.
+        // Where the source changes, the C library reads it as the processor does: the copy mixes old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
 
-    /// Adds the bytes to a checksum, in place: to copy them first costs as much again.
+    /// Adds the bytes to a checksum, in place: copying them first would double the cost.
     pub fn sum(&self, digest: &mut Digest) {
         if self.is_empty() {
             return;
         }
-        // SAFETY: the memory is readable by the contract of `new`. `update` takes nothing but a slice, and the promise
-        // that its bytes do not change cannot be kept here. It makes a number of them and keeps no reference. Whatever
-        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So
-        // the number for changing bytes may belong to no bytes that ever existed, and nothing else is wrong. A save
-        // that wrote them sums them again (`Assembler::has_changed`).
+        // SAFETY: the memory is readable by the contract of `new`. `update` only accepts a slice, and the promise that
+        // the bytes of a slice do not change cannot be kept here. It computes a number from them and keeps no
+        // reference. Whatever it reads, once or twice, it stays within the slice, and within tables that have an entry
+        // for each byte. So the number for changing bytes may belong to no bytes that ever existed, and nothing else is
+        // wrong. A save that wrote them sums them again (`Assembler::has_changed`).
         digest.update(unsafe { std::slice::from_raw_parts(self.base, self.len) });
     }
 }
@@ -158,10 +158,10 @@ impl Region {
         self.len == 0
     }
 
-    /// The first `len` bytes as a separate region. This one keeps the rest.
+    /// The first `len` bytes as a separate region. `self` keeps the rest.
     ///
     /// # Panics
-    /// If there are fewer bytes.
+    /// If the region has fewer bytes.
     #[must_use]
     pub fn split_off_front(&mut self, len: usize) -> Self {
         assert!(len <= self.len, "{len} bytes of {}", self.len);
@@ -171,14 +171,14 @@ impl Region {
         front
     }
 
-    /// The whole region; this one is empty afterwards.
+    /// The whole region; `self` is empty afterwards.
     #[must_use]
     pub fn take(&mut self) -> Self {
         self.split_off_front(self.len)
     }
 
-    /// Makes the pages of the region present before the kernel writes into them. A page fault per 4 KiB inside a direct
-    /// read costs as much as the read. This is only advice.
+    /// Makes the pages of the region present before the kernel writes into them, because a page fault per 4 KiB inside
+    /// a direct read costs as much as the read. This is only advice.
     pub fn populate(&self) {
         let pages = page::inside(self.address()..self.address() + self.len, page::size());
         if !pages.is_empty() {
@@ -225,7 +225,7 @@ mod tests {
     fn what_is_copied_has_its_sum_while_another_thread_writes_to_the_source() {
         let source: Vec<_> = (0..100_000).map(AtomicU64::new).collect();
         let (mut room, done) = (vec![0; source.len() * 8 + 64], AtomicBool::new(false));
-        // At a place from which on stores may go past the caches.
+        // The copy starts at an address at which stores may bypass the caches.
         let start = room.as_ptr().align_offset(64);
         let to = &mut room[start..][..source.len() * 8];
         // SAFETY: `source` outlives the bytes, and nothing has them as `&mut`.
@@ -240,14 +240,14 @@ mod tests {
                 .unwrap();
             let right = (0..50).all(|_| Pair::copy(to, bytes) == Pair::of(to));
             done.store(true, Ordering::Relaxed);
-            assert!(right, "a sum is that of its copy");
+            assert!(right, "a sum belongs to its copy");
         });
-        assert_eq!(Pair::of_memory(bytes), Pair::copy(to, bytes), "nothing writes any more");
+        assert_eq!(Pair::of_memory(bytes), Pair::copy(to, bytes), "no thread writes any more");
     }
 
     #[test]
     fn no_bytes_may_have_no_address() {
-        // SAFETY: there are none.
+        // SAFETY: there are no bytes.
         let none: Source = unsafe { Bytes::new(std::ptr::null(), 0) };
         none.copy(&mut []);
         assert_eq!((Pair::of_memory(none), none.part(0, 1).is_none()), (Pair::of(&[]), true));

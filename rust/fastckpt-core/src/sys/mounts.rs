@@ -18,13 +18,13 @@ pub struct Mount {
     pub options: String,
 }
 
-/// The mounts in the namespace of this process; nothing if they cannot be read.
+/// The mounts in the namespace of this process; empty if they cannot be read.
 #[must_use]
 pub fn mounts() -> Vec<Mount> {
     std::fs::read("/proc/self/mountinfo").map_or_else(|_| Vec::new(), |text| parse(&text))
 }
 
-/// The mounts of a text in the format of `/proc/self/mountinfo`.
+/// Parses a text in the format of `/proc/self/mountinfo`.
 #[must_use]
 pub fn parse(text: &[u8]) -> Vec<Mount> {
     let line = |line: &[u8]| {
@@ -42,7 +42,7 @@ pub fn parse(text: &[u8]) -> Vec<Mount> {
     text.split(|&byte| byte == b'\n').filter_map(line).collect()
 }
 
-/// Replaces `\040` and the like by the byte.
+/// Replaces escapes such as `\040` with the bytes that they represent.
 fn unescape(mut field: &[u8]) -> Vec<u8> {
     let mut plain = Vec::new();
     while let Some((&byte, rest)) = field.split_first() {
@@ -54,7 +54,7 @@ fn unescape(mut field: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// File systems that wait for no other machine and no other process.
+/// File systems that never wait for another machine or another process.
 const LOCAL: [&str; 17] = [
     "bcachefs", "btrfs", "devtmpfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay",
     "ramfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
@@ -62,11 +62,11 @@ const LOCAL: [&str; 17] = [
 /// How many symbolic links a path may lead through, as in the kernel.
 const LINKS: usize = 40;
 
-/// `path` without symbolic links except its last component, if all of it is on local file systems. Does not touch paths
-/// on other ones: a mount that does not answer would block the caller.
+/// Resolves all symbolic links in `path` except in its last component, if all of it is on local file systems. Does not
+/// access other file systems, because a mount that does not respond would block the caller.
 ///
 /// # Errors
-/// The reason why it is not.
+/// The reason why a part of the path is not on a local file system.
 pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
     let path = std::path::absolute(path).map_err(|error| error.to_string())?;
     let mut parts: Vec<OsString> = names(&path);
@@ -78,7 +78,7 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
             continue;
         }
         found.push(part);
-        // Of several mounts on one point, the last one covers the others.
+        // If several mounts have the same mount point, the last one covers the others.
         let above = mounts.iter().filter(|mount| found.starts_with(&mount.point));
         let mount = above.max_by_key(|mount| mount.point.components().count());
         let kind = mount.map_or("not in /proc/self/mountinfo", |mount| mount.kind.as_str());
@@ -91,7 +91,7 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
         if parts.is_empty() {
             break;
         }
-        // A path that is not a link, or is missing, is not followed.
+        // A component that is not a link, or is missing, is not followed.
         let Ok(target) = read_link(&found) else { continue };
         links += 1;
         if links > LINKS {
@@ -180,7 +180,7 @@ a damaged line
         let local = |path: &str| local(&base.join(path), &mounts);
         assert_eq!(local("near/x"), Ok(base.join("real/x")));
         assert_eq!(local("absolute/x"), Ok(PathBuf::from("/dev/shm/x")));
-        assert_eq!(local("away"), Ok(base.join("away")), "who opens it follows no link");
+        assert_eq!(local("away"), Ok(base.join("away")), "the link at the end is not followed");
         assert!(local("away/y").is_err_and(|why| why.contains("(nfs)")));
         assert!(local("round/x").is_err_and(|why| why.contains("too many")));
     }

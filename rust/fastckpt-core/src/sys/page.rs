@@ -46,7 +46,7 @@ mod tests {
             assert_eq!(around(page..3 * page, page), page..3 * page);
             assert_eq!(around(page + 64..2 * page + 1, page), page..3 * page);
             assert_eq!(around(64..65, page), 0..page);
-            // File data lies at multiples of 4096, which are not page boundaries on every machine.
+            // File data begins at multiples of 4096, which are not page boundaries on every machine.
             let file = 4096 + 64..(5 << 20) + 64;
             let (inner, outer) = (inside(file.clone(), page), around(file.clone(), page));
             for edge in [inner.start, inner.end, outer.start, outer.end] {

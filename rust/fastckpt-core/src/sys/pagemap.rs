@@ -11,9 +11,9 @@ use super::page;
 const SCAN: libc::c_ulong = 0xC060_6610;
 /// The category of pages that are mapped as huge pages.
 const HUGE: u64 = 1 << 6;
-/// Stretches that one call returns. Memory split into more of them is not memory in huge pages.
+/// The most stretches that one call returns. Memory in more stretches does not count as memory in huge pages.
 const STRETCHES: usize = 16;
-/// Memory counts as huge when at least this percentage of it is. Its edges rarely are.
+/// Memory counts as huge if at least this percentage of it is in huge pages. The edges rarely are.
 const MOSTLY: u64 = 75;
 
 /// `struct pm_scan_arg` of linux/fs.h.
@@ -42,24 +42,24 @@ struct Stretch {
     _categories: u64,
 }
 
-/// Pages of this size are large enough: a request to a device has room for 254 of them, which is a block.
+/// Pages of this size are large enough: a request to a device has room for 254 pages, about a block.
 const LARGE: usize = 16 << 10;
 
-/// The knowledge about the memory of the asking process.
+/// What is known about the memory of the calling process.
 #[derive(Debug)]
 pub enum PageMap {
-    /// Nothing need be known: all pages are large.
+    /// All pages are large, so no query is needed.
     Large,
-    /// The kernel is asked.
+    /// The kernel is queried for each range.
     Scanned(File),
-    /// The memory that, when the kernel listed it, was in large pages or was advised to be.
+    /// The memory that was in large pages or advised to be in large pages when the kernel listed it.
     Listed(Vec<Range<usize>>),
 }
 
 impl PageMap {
-    /// Opens the kernel's map. Before Linux 6.7, which cannot be asked about a range, it reads the list of all memory
-    /// once: 0.02 s of the processor for each GB in small pages. Memory that a load fills first is in no page yet then,
-    /// but `load` asks for huge pages for its tensors, as the core does for snapshots.
+    /// Opens the kernel's map. Linux before 6.7 has no query for a range, so this reads the list of all memory once,
+    /// which takes 0.02 s of processor time for each GB in small pages. Memory that a load is about to fill is in no
+    /// page at that time, but `load` requests huge pages for its tensors, as the core does for snapshots.
     #[must_use]
     pub fn open() -> Self {
         if page::size() >= LARGE {
@@ -87,15 +87,15 @@ impl PageMap {
     }
 }
 
-/// Memory in large pages, by the kernel's list.
+/// Memory in large pages, according to the kernel's list.
 fn listed() -> Vec<Range<usize>> {
     let setting = read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
     let granted = setting.is_ok_and(|setting| !setting.contains("[never]"));
     read_to_string("/proc/self/smaps").map_or_else(|_| Vec::new(), |smaps| large(&smaps, granted))
 }
 
-/// The same from a text in the format of `/proc/self/smaps`. `granted` is whether the kernel gives huge pages on
-/// request.
+/// Memory in large pages, from a text in the format of `/proc/self/smaps`. `granted` is whether the kernel gives huge
+/// pages on request.
 fn large(smaps: &str, granted: bool) -> Vec<Range<usize>> {
     let (mut all, mut range, mut present) = (Vec::new(), 0..0, 0);
     for (word, rest) in smaps.lines().filter_map(|line| line.split_once(' ')) {
@@ -141,9 +141,9 @@ fn scan(map: &File, pages: &Range<usize>) -> Option<u64> {
         category_anyof_mask: 0,
         return_mask: HUGE,
     };
-    // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches. Both live through
-    // the call and have the layout that it expects (a size that it does not know is an error). It only looks at the
-    // memory that `start` and `end` name.
+    // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches. Both live through the
+    // call and have the layout that it expects (it refuses an unknown size). It only inspects the memory between
+    // `start` and `end`.
     let found = unsafe { libc::ioctl(map.as_raw_fd(), SCAN, &raw mut argument) };
     let found = stretches.get(..usize::try_from(found).ok()?)?;
     let huge: u64 = found.iter().map(|stretch| stretch.end - stretch.start).sum();
@@ -159,7 +159,7 @@ mod tests {
     fn slabs_are_huge_and_memory_that_nobody_touched_is_not() {
         let setting = read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
         let slab = Mapping::populated(8 << 20).unwrap();
-        // Memory that nothing has touched is in no page at all.
+        // Memory that was never touched is in no page at all.
         let untouched = Vec::<u8>::with_capacity(8 << 20);
         for map in [PageMap::open(), PageMap::Listed(listed())] {
             if !setting.contains("[never]") && !setting.is_empty() {
@@ -198,7 +198,7 @@ VmFlags: rd wr mr mw me ac ht
         assert_eq!(large(SMAPS, true), [0x10000..0x20000, 0x20000..0x30000, 0x40000..0x60000]);
         assert_eq!(large(SMAPS, false), [0x20000..0x30000, 0x40000..0x60000]);
         let map = PageMap::Listed(large(SMAPS, false));
-        assert!(map.is_huge(0x20000, 0x10000) && !map.is_huge(0x18000, 0x10000), "half of it");
+        assert!(map.is_huge(0x20000, 0x10000) && !map.is_huge(0x18000, 0x10000), "only half of it is huge");
         assert!(map.is_huge(0x1e000, 0x12000) && !map.is_huge(0x30000, 0x10000), "its edge");
         assert!(PageMap::Large.is_huge(0x30000, 1));
     }

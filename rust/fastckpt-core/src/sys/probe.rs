@@ -1,4 +1,4 @@
-//! System calls that only a diagnosis makes: harmless queries to the kernel, each answered with an errno.
+//! System calls for diagnosis only: harmless queries to the kernel, each of which gives an errno.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Size in bytes of `struct io_uring_params`.
 const RING_PARAMETERS: usize = 120;
-/// An opcode of `io_uring_register` that every kernel with this call knows: `IORING_REGISTER_FILES`.
+/// An opcode of `io_uring_register` that exists in every kernel with this call: `IORING_REGISTER_FILES`.
 const REGISTER_FILES: libc::c_long = 2;
 
 /// The errno of the last call if it returned -1, else 0.
@@ -15,11 +15,10 @@ fn errno(returned: libc::c_long) -> i32 {
     if returned == -1 { io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) } else { 0 }
 }
 
-/// The answers of `io_uring_setup`, `io_uring_enter` and `io_uring_register`; 0 means success.
+/// The errnos of `io_uring_setup`, `io_uring_enter` and `io_uring_register`; 0 means success.
 ///
-/// Only the first call requests something that can succeed. The others get no ring, so the kernel itself answers
-/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` is. Any other answer comes from a filter in front of the
-/// kernel.
+/// Only the first call can succeed. The others get no ring, so the kernel itself returns `EBADF` or `EINVAL`, whatever
+/// `kernel.io_uring_disabled` is. Any other errno comes from a filter in front of the kernel.
 #[must_use]
 pub fn ring_calls() -> [i32; 3] {
     let mut parameters = [0u64; RING_PARAMETERS / 8];
@@ -39,7 +38,7 @@ pub fn ring_calls() -> [i32; 3] {
     [setup, enter, register]
 }
 
-/// The kernel's answers to a request for huge pages and to one for populated pages; 0 means success.
+/// The errnos of a request for huge pages and of a request for populated pages; 0 means success.
 #[must_use]
 pub fn memory_advice() -> [i32; 2] {
     const LEN: usize = 64 << 10;

@@ -7,13 +7,13 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::memory::MOST_VECTORS;
 
-/// Reads memory of a process: for each part the address there, and where its bytes go. Fails if this process may not
-/// read that memory, or a byte is not there.
+/// Reads memory of a process. Each part has an address there and a destination for the bytes. Fails if this process may
+/// not read that memory, or if a byte does not exist there.
 pub fn read(process: u32, parts: &mut [(u64, &mut [u8])]) -> io::Result<()> {
     for parts in parts.chunks_mut(MOST_VECTORS) {
         let (mut there, mut here): (Vec<libc::iovec>, _) = (Vec::new(), Vec::with_capacity(parts.len()));
         for (address, to) in &mut *parts {
-            // The kernel takes the lock of that memory for each of `there`.
+            // The kernel takes the lock of that memory once for each entry of `there`.
             match there.last_mut() {
                 Some(last) if (last.iov_base.addr() + last.iov_len) as u64 == *address => {
                     last.iov_len += to.len();
@@ -42,8 +42,8 @@ pub fn read(process: u32, parts: &mut [(u64, &mut [u8])]) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes of this process by which another process recognises it: in a container, its number may be that of another
-/// process outside.
+/// Random bytes by which another process recognises this one. A process id is not enough: in a container, it may belong
+/// to a different process outside.
 #[must_use]
 pub fn token() -> Option<&'static [u8; 16]> {
     static TOKEN: OnceLock<Option<[u8; 16]>> = OnceLock::new();

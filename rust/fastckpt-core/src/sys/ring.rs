@@ -13,12 +13,12 @@ use super::gather::Buf;
 use super::memory::MOST_VECTORS;
 use super::thread::Backoff;
 
-/// Entries of a ring. There are few, because the kernel counts those of all ranks together against the user's
-/// `RLIMIT_MEMLOCK`.
+/// The number of entries of a ring. It is small, because the kernel counts the entries of all ranks together against
+/// the user's `RLIMIT_MEMLOCK`.
 pub const ENTRIES: u32 = 32;
 
-/// An operation for a ring. The ring owns the operation, its open file and its memory until it completes. The memory is
-/// a [`Buf`], which keeps the kernel from writing anywhere else: it does not move with its owner, and its creator
+/// An operation for a ring. The ring owns the operation, its open file and its memory until the operation completes.
+/// The memory is a [`Buf`], so the kernel writes to no other place: it does not move with its owner, and its creator
 /// vouched for it.
 pub trait Payload: 'static {
     /// The open file. An error refuses the operation.
@@ -34,7 +34,7 @@ pub trait Payload: 'static {
     fn memory(&mut self) -> (&mut Buf, Range<usize>);
 }
 
-/// An operation in flight, and the list of its stretches of memory.
+/// An operation in flight, and the kernel's list of its stretches of memory.
 struct InFlight<T> {
     payload: T,
     _vectors: Vec<libc::iovec>,
@@ -42,8 +42,8 @@ struct InFlight<T> {
 
 /// A ring and its operations in flight.
 ///
-/// Dropping it first waits for every operation, because the kernel writes to their buffers until they complete. Then
-/// the ring is dropped, then the buffers (the order of the fields).
+/// When this is dropped, it first waits for every operation, because the kernel writes to the buffers until the
+/// operations complete. Then the ring itself is dropped, then the buffers (the order of the fields).
 pub struct Ring<T: Payload> {
     _note: Note,
     inner: IoUring,
@@ -91,7 +91,7 @@ impl<T: Payload> Ring<T> {
         let fd = types::Fd(payload.fd()?.as_raw_fd());
         let (write, offset) = (payload.is_write(), payload.file_offset());
         let (buf, range) = payload.memory();
-        // If there are more than the kernel takes at once, the transfer is short and the rest follows.
+        // If there are more stretches than the kernel accepts at once, the transfer is short and the rest follows.
         let vectors: Vec<libc::iovec> = if write {
             let slices = buf.slices(range);
             slices.iter().take(MOST_VECTORS).map(|s| vector(s.pointer().cast_mut(), s.len())).collect()
@@ -128,10 +128,10 @@ impl<T: Payload> Ring<T> {
             match self.inner.submit_and_wait(want) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is briefly short of a resource. Reaping may free it.
+                // The kernel is short of a resource for the moment. Reaping completions may free it.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {
                     if want == 0 || !self.inner.completion().is_empty() {
-                        return Ok(()); // what stays queued goes with the next entry
+                        return Ok(()); // entries left in the queue are submitted with the next one
                     }
                     if !backoff.wait() {
                         return Err(error);
@@ -163,17 +163,17 @@ impl<T: Payload> Ring<T> {
     }
 }
 
-/// Notes a call that waits for an operation.
+/// Records a call that waits for an operation.
 fn noted(payload: &impl Payload) -> io::Result<Noted> {
     Ok(calls::on(if payload.is_write() { "write" } else { "read" }, payload.fd()?))
 }
 
-/// One stretch of memory, in the kernel's form.
+/// A stretch of memory, as the kernel's `iovec`.
 fn vector(base: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: base.cast(), iov_len: len }
 }
 
-/// The length of a stretch, in the form for a single operation.
+/// The length of a stretch, as a single operation needs it.
 fn length(vector: &libc::iovec) -> io::Result<u32> {
     u32::try_from(vector.iov_len).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
@@ -182,7 +182,7 @@ impl<T: Payload> Drop for Ring<T> {
     fn drop(&mut self) {
         while self.in_flight > 0 {
             if self.wait().is_err() {
-                // The kernel no longer answers, so it may still write. These buffers must never be freed.
+                // The kernel no longer completes operations, so it may still write. These buffers must never be freed.
                 let _ = ManuallyDrop::new(std::mem::take(&mut self.slots));
                 return;
             }

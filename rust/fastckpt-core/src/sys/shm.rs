@@ -48,7 +48,7 @@ fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
     }
 }
 
-/// Makes a file called `name` in `directory` that is the memory of a `T`, initially `empty`. The file gets its name
+/// Creates a file called `name` in `directory` that holds a `T`, initially `empty`, and maps it. The file gets its name
 /// after `fill`.
 pub fn publish<T: Sync + 'static>(
     directory: &Path,
@@ -71,7 +71,7 @@ pub fn publish<T: Sync + 'static>(
         Ok(Shared { segment, file: (stat.st_dev, stat.st_ino) })
     });
     if outcome.is_err() {
-        // The mapping, if there is one, stays: one page of an unnamed file, once in the life of a process.
+        // The mapping stays if it exists: one page of an unnamed file, at most once in the life of a process.
         let _ = fs::unlinkat(&directory, &hidden, AtFlags::empty());
     }
     outcome
@@ -104,7 +104,7 @@ fn map<T: Sync + 'static>(fd: BorrowedFd<'_>, value: T) -> io::Result<&'static T
     Ok(unsafe { segment.as_ref() })
 }
 
-/// Renames the finished file to its name. Replaces a file of that name if its process is dead.
+/// Gives the finished file its name. Replaces a file of that name if its process is dead.
 fn give_name(directory: BorrowedFd<'_>, hidden: &str, name: &str) -> io::Result<()> {
     match fs::renameat_with(directory, hidden, directory, name, RenameFlags::NOREPLACE) {
         Err(Errno::EXIST) if is_free(directory, name) => {

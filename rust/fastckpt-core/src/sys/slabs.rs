@@ -1,4 +1,4 @@
-//! The pool of staging buffers: populated mappings, kept from one operation to the next.
+//! The pool of staging buffers: mappings with all pages present, kept from one operation to the next.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -12,7 +12,7 @@ use super::mapping::Mapping;
 pub enum Slab {
     /// A separate mapping.
     Whole(Mapping),
-    /// A part of a larger one.
+    /// A part of a larger mapping.
     Part(Dealt),
 }
 
@@ -35,11 +35,11 @@ impl DerefMut for Slab {
     }
 }
 
-/// Staging buffers kept for the next operation. The first touch of memory costs as much as the disk.
+/// Staging buffers kept for the next operation, because the first touch of memory costs as much as the disk.
 static POOL: Mutex<Vec<Slab>> = Mutex::new(Vec::new());
 
-/// Runs `action` on the pool, or not at all if the lock stays taken: a child forked while another thread held the lock
-/// would wait forever. A caller that gets nothing maps fresh memory.
+/// Runs `action` on the pool, or not at all if the lock stays taken, because a child forked while another thread held
+/// the lock would wait forever. A caller that gets `None` maps fresh memory.
 fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
     let mut pool = (0..1000).find_map(|_| match POOL.try_lock() {
         Ok(pool) => Some(pool),
@@ -49,7 +49,7 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
             None
         }
     })?;
-    // A forked child has the list but not the memory.
+    // A forked child inherits the list but not the memory.
     pool.retain(|slab| matches!(slab, Slab::Whole(mapping) if mapping.is_ours()));
     Some(action(&mut pool))
 }
@@ -58,7 +58,7 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
 pub fn take(len: usize) -> io::Result<Slab> {
     let (fits, _unmapped) = with_pool(|pool| {
         let fits = smallest_fit(pool, len);
-        // One buffer that is too small is unmapped for each new one. Otherwise, the pool would only grow.
+        // For each new buffer, one that is too small is unmapped. Otherwise, the pool would only grow.
         let small = if fits.is_none() { pool.pop() } else { None };
         (fits, small)
     })
@@ -66,7 +66,7 @@ pub fn take(len: usize) -> io::Result<Slab> {
     fits.map_or_else(|| Mapping::populated(len).map(Slab::Whole), Ok)
 }
 
-/// Takes the smallest of `slabs` that holds `len` bytes.
+/// Takes the smallest of `slabs` that has room for `len` bytes.
 pub fn smallest_fit(slabs: &mut Vec<Slab>, len: usize) -> Option<Slab> {
     let fits = slabs.iter().enumerate().filter(|(_, slab)| slab.len() >= len);
     let (at, _) = fits.min_by_key(|(_, slab)| slab.len())?;

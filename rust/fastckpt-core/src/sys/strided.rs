@@ -21,16 +21,16 @@ pub struct Axis {
 pub struct Rows {
     first: u64,
     row: u64,
-    /// Outermost first. Counting up the axes gives the rows in the order of the tensor.
+    /// The axes, outermost first. Counting them up gives the rows in the order of the tensor.
     axes: Vec<Axis>,
 }
 
 /// Rows along the innermost axis, or one row that is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line {
-    /// First byte of the first row, counted in the tensor.
+    /// The first byte of the first row, counted in the tensor.
     pub at: u64,
-    /// Its place in memory, counted from the box's first element.
+    /// The place of that byte in memory, counted from the box's first element.
     pub to: i64,
     /// Bytes per row.
     pub len: u64,
@@ -40,7 +40,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// The position of each row: `at` and `to`.
+    /// Returns the `at` and `to` of each row.
     pub fn rows(self) -> impl Iterator<Item = (u64, i64)> {
         (0..self.count).map(move |i| (self.at + i * self.step.from, self.to + i.cast_signed() * self.step.to))
     }
@@ -95,7 +95,7 @@ impl Rows {
         low..high
     }
 
-    /// Whether each axis steps over everything along shorter steps. Then no byte of memory belongs to two rows.
+    /// Whether each axis steps over all that shorter steps reach. If so, no byte of memory belongs to two rows.
     #[must_use]
     pub fn is_nested(&self) -> bool {
         let mut axes = self.axes.clone();
@@ -163,8 +163,8 @@ impl Rows {
         assert!(to.is_empty(), "{} bytes too few", to.len());
     }
 
-    /// The memory of the bytes of the rows in `range` of the tensor, if the first one of all rows is byte `base` there:
-    /// first byte and length of each contiguous stretch, in the tensor's order.
+    /// The contiguous stretches of memory with the bytes of the rows in `range` of the tensor: the first byte and the
+    /// length of each, in the tensor's order. The first row of the box begins at byte `base`.
     #[must_use]
     pub fn runs(&self, base: u64, range: Range<u64>) -> Vec<(u64, usize)> {
         let mut runs: Vec<(u64, usize)> = Vec::new();
@@ -180,7 +180,7 @@ impl Rows {
         runs
     }
 
-    /// The number of bytes of the rows in `range` of the tensor. For rows in the order of the tensor.
+    /// The number of bytes of the rows in `range` of the tensor. The rows must be in the order of the tensor.
     #[must_use]
     pub fn bytes_in(&self, range: &Range<u64>) -> u64 {
         let below = |at: u64| {
@@ -200,14 +200,14 @@ impl Rows {
         below(range.end) - below(range.start)
     }
 
-    /// The axis around the innermost one; a single index if there is none.
+    /// The axis around the innermost one, or a single index if there is no such axis.
     fn outer(&self) -> Axis {
         let outer = self.axes.len().checked_sub(2).map(|at| self.axes[at]);
         outer.unwrap_or(Axis { count: 1, from: 0, to: 0 })
     }
 
-    /// Whether `line` follows the `count` lines from `first` on in a band to transpose. In such a band, neighbouring
-    /// rows of a line are further apart in memory than neighbouring lines.
+    /// Whether `line` belongs to a band to transpose, after the `count` lines from `first` on. In such a band,
+    /// neighbouring rows of a line are further apart in memory than neighbouring lines.
     fn crosses(&self, first: &Line, count: u64, line: &Line) -> bool {
         let outer = self.outer();
         line.len.is_power_of_two()
@@ -244,30 +244,30 @@ impl Rows {
     }
 }
 
-/// Writable memory of the caller that holds a box of a tensor, or the part of the box in a range of the tensor.
+/// Writable memory of the caller for a box of a tensor, or for the part of the box in a range of the tensor.
 #[derive(Debug)]
 pub struct Strided {
-    /// The box's first element; with `array`, the array's.
+    /// The first element of the box, or of the array if `array` is set.
     base: *mut u8,
     rows: Arc<Rows>,
-    /// Counted in the tensor.
+    /// The range of the tensor.
     range: Range<u64>,
     /// Set if the rows are in an array with its own strides: the position of the box's first element among the array's
-    /// bytes in their own order, and the memory of those.
+    /// bytes in the array's order, and the places of these bytes in memory.
     array: Option<(u64, Arc<Rows>)>,
 }
 
 // SAFETY: the caller of `new` promised exclusive access from any thread.
 unsafe impl Send for Strided {}
-// SAFETY: nothing is read or written through a shared one.
+// SAFETY: nothing is read or written through a shared reference.
 unsafe impl Sync for Strided {}
 
 impl Strided {
     /// Exclusive access to the rows, the first of which starts at `base`.
     ///
     /// # Safety
-    /// Until this and everything made of it are gone, each row must be memory that is writable from any thread, no byte
-    /// of it may belong to two rows, and nothing else may read or write it.
+    /// Until this and everything made from it are gone, each row must be memory that is writable from any thread, no
+    /// byte of it may belong to two rows, and nothing else may read or write it.
     #[must_use]
     pub unsafe fn new(base: *mut u8, rows: Arc<Rows>) -> Self {
         // SAFETY: the caller's promise.
@@ -277,13 +277,13 @@ impl Strided {
     /// Exclusive access to the rows of an array.
     ///
     /// # Safety
-    /// As for `new`, for the memory that the array has for the rows; all of them must be in the array.
+    /// The contract of `new`, for the array's memory of the rows. All rows must be in the array.
     pub(super) unsafe fn inside(base: *mut u8, rows: Arc<Rows>, array: Option<(u64, Arc<Rows>)>) -> Self {
         let range = rows.range();
         Self { base, rows, range, array }
     }
 
-    /// The single stretch of memory with exactly the bytes in its range of the tensor, if there is one.
+    /// The memory as a single region, if it is one contiguous stretch with exactly the bytes in the range.
     pub fn alone(self) -> Result<Region, Self> {
         let line = self.rows.lines(self.range.clone()).next();
         let whole = |line: &Line| self.array.is_none() && line.len == self.range.end - self.range.start;
@@ -292,10 +292,10 @@ impl Strided {
         Ok(unsafe { Region::new(self.base.wrapping_offset(to as isize), len as usize) })
     }
 
-    /// Takes the bytes of its rows from `bytes`, where they are contiguous.
+    /// Fills the rows from `bytes`, which has the bytes of all rows one after another.
     ///
     /// # Panics
-    /// If there are fewer or more.
+    /// If `bytes` has fewer or more bytes than the rows.
     pub fn unpack(&mut self, mut bytes: &[u8]) {
         for line in self.rows.lines(self.range.clone()) {
             for (_, to) in line.rows() {
@@ -330,13 +330,13 @@ impl Strided {
         &self.rows
     }
 
-    /// The range of the tensor from its first byte to its last, or a longer one.
+    /// The range of the tensor from the first byte to the last, or a longer range.
     #[must_use]
     pub const fn range(&self) -> &Range<u64> {
         &self.range
     }
 
-    /// Splits off the part in `range` of the tensor. This one keeps the part after it.
+    /// Splits off the part in `range` of the tensor. `self` keeps the part after it.
     #[must_use]
     pub fn split_off(&mut self, range: Range<u64>) -> Self {
         let end = range.end.clamp(self.range.start, self.range.end);
@@ -345,13 +345,13 @@ impl Strided {
         Self { base: self.base, rows: Arc::clone(&self.rows), range, array: self.array.clone() }
     }
 
-    /// Each row, with the place in the tensor at which it starts.
+    /// Each row, with the place in the tensor at which the row starts.
     ///
     /// # Panics
-    /// If it is in an array.
+    /// If the rows are in an array.
     pub fn regions(self) -> impl Iterator<Item = (u64, Region)> {
         let Self { base, rows, range, array } = self;
-        assert!(array.is_none(), "a row of it need not be contiguous");
+        assert!(array.is_none(), "a row in an array need not be contiguous");
         let lines: Vec<Line> = rows.lines(range).collect();
         lines.into_iter().flat_map(move |line| {
             line.rows().map(move |(at, to)| {
@@ -418,8 +418,8 @@ impl Strided {
 /// Size in bytes of a line of the processor's cache.
 const CACHE_LINE: usize = 64;
 
-/// Copies rows of `N` bytes. Their length is known, so each is a move or two. Several lines are a band, which is
-/// transposed tile by tile: each cache line is read once and written once, whatever the steps between them.
+/// Copies rows of `N` bytes. Their length is known, so a row takes one or two moves. Several lines form a band, which
+/// is transposed tile by tile: each cache line is read once and written once, whatever the steps between lines.
 ///
 /// # Safety
 /// The first line must start at `from` in readable memory and at `to` in writable memory, which must not overlap.
@@ -464,7 +464,7 @@ unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *m
 /// Copies rows of any length.
 ///
 /// # Safety
-/// As for `copy`, with only one line.
+/// The contract of `copy`, with only one line.
 unsafe fn copy_long(line: &Line, _: Axis, from: *const u8, to: *mut u8) {
     for (at, place) in line.rows() {
         let (from, to) =

@@ -1,4 +1,4 @@
-//! Primitives for waiting and sharing between threads. `rust/models` replaces this module by a model checker's.
+//! Primitives for waiting and sharing between threads. `rust/models` replaces this module with that of a model checker.
 
 pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};

@@ -1,5 +1,5 @@
-//! Operations whose caller does the work: a save that begins before the core writes it, while the caller still copies
-//! the state, and a copy of a checkpoint.
+//! Operations whose caller does the work: copies of checkpoints, and saves that begin while the caller still copies the
+//! state, before the core writes it.
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -35,40 +35,40 @@ impl Begun {
 
     fn operation(&self) -> MutexGuard<'_, Option<Operation>> {
         let mut operation = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked child that continues the save has its own.
+        // A forked child must not use the operation of its parent. If it continues the save, it begins its own.
         let _ = operation.take_if(|operation| !operation.is_own());
         operation
     }
 
-    /// `bytes` have been copied by now.
+    /// Records that `bytes` of the state have been copied.
     pub fn staged(&self, bytes: u64) {
         if let Some(operation) = &*self.operation() {
             operation.staged(bytes);
         }
     }
 
-    /// `bytes` of `total` of a copy have been moved by now.
+    /// Records that a copy has moved `bytes` of `total`.
     pub fn copied(&self, bytes: u64, total: u64) {
         if let Some(operation) = &*self.operation() {
             operation.copied(bytes, total);
         }
     }
 
-    /// The copy is complete. `whole`: so is the checkpoint at its target, to which other processes may copy, too.
+    /// Ends a complete copy. `whole`: the checkpoint at its target is complete, too, although others may copy to it.
     pub fn end_copy(&self, whole: bool) {
         if let Some(operation) = self.take() {
             operation.end_copy(whole);
         }
     }
 
-    /// The copy of the state is complete.
+    /// Records that the copy of the state is complete.
     pub fn plan(&self) {
         if let Some(operation) = &*self.operation() {
             operation.phase(Phase::Plan);
         }
     }
 
-    /// The copy failed, or the save was given up before it was written.
+    /// Ends the operation: the copy failed, or the save was abandoned before it was written.
     pub fn fail(&self, errno: Option<i32>) {
         if let Some(operation) = self.take() {
             operation.end(Err(errno));

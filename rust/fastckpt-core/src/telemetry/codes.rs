@@ -1,4 +1,4 @@
-//! The numbers that stand for kinds, phases and states (`docs/telemetry.md`, 5.3 and 5.4).
+//! The numbers of kinds, phases and states (`docs/telemetry.md`, 5.3 and 5.4).
 
 /// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,21 +22,21 @@ pub enum Kind {
 pub enum Phase {
     /// Determines the next step.
     Plan = 1,
-    /// Copies the state, so that it may change.
+    /// Copies the state, so that the caller may change it.
     Stage = 2,
-    /// Writes.
+    /// Writes the shards.
     Write = 3,
-    /// Everything is written; waits until it is durable.
+    /// Waits until everything that was written is durable.
     Fsync = 4,
     /// Writes the manifest and renames.
     Commit = 5,
-    /// Reads.
+    /// Reads the shards.
     Read = 8,
     /// Copies for [`Kind::Copy`].
     Copy = 9,
-    /// The same for [`Kind::Drain`].
+    /// Copies for [`Kind::Drain`].
     Drain = 10,
-    /// The same for [`Kind::Fetch`].
+    /// Copies for [`Kind::Fetch`].
     Fetch = 11,
 }
 
@@ -50,7 +50,7 @@ impl Phase {
         }
     }
 
-    /// Phases follow each other in ascending order. The copy precedes the plan for the copied bytes.
+    /// The position of a phase in the order of phases. Staging precedes the plan for the copied bytes.
     pub(super) const fn order(self) -> u32 {
         match self {
             Self::Stage => 1,

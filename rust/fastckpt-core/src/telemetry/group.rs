@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::layout;
 
-/// The segment's entries about the group, for a segment that is made later.
+/// The values of a segment that concern the group, kept for a segment that is created later.
 struct Group {
     id: AtomicU64,
     rank: AtomicU32,
@@ -27,12 +27,12 @@ pub(super) fn set(id: u64, rank: u32, size: u32) {
     GROUP.size.store(size, Relaxed);
 }
 
-/// Notes that this process waits for a rank of its group, or that it waits no more.
+/// Records that this process waits for a rank of its group, or that it no longer waits.
 pub(super) fn wait_for(rank: Option<u32>) {
     GROUP.waits_for.store(rank.map_or(0, |rank| u64::from(rank) + 1), Relaxed);
 }
 
-/// Stores the facts about the group.
+/// Stores the values of the group in a segment.
 pub(super) fn fill(process: &layout::Process) {
     process.group_rank.store(GROUP.rank.load(Relaxed), Relaxed);
     process.group_size.store(GROUP.size.load(Relaxed), Relaxed);

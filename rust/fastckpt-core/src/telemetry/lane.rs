@@ -1,4 +1,4 @@
-//! One worker, as the live counters show it.
+//! The entry of one worker in the live counters.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -18,7 +18,7 @@ pub struct Lane<'a> {
     number: Option<usize>,
     /// Bytes that the worker moved.
     bytes: Cell<u64>,
-    /// Nanoseconds that the slot's milliseconds do not show yet, by the kind of wait.
+    /// For each kind of wait, the nanoseconds that do not make up a full millisecond in the slot yet.
     rest: [Cell<u64>; 3],
     pub(super) histogram: [u64; BUCKETS],
 }
@@ -66,7 +66,7 @@ impl<'a> Lane<'a> {
         self.slot.state.store(state as u32, Relaxed);
     }
 
-    /// A request of `bytes` is sent to the kernel. Returns the time, to be passed to [`Lane::completed`].
+    /// Records a request of `bytes` to the kernel. Returns the time, to be passed to [`Lane::completed`].
     pub fn submitted(&mut self, bytes: u64) -> u64 {
         let now = now();
         self.slot.in_flight.store(self.slot.in_flight.load(Relaxed) + 1, Relaxed);
@@ -75,7 +75,7 @@ impl<'a> Lane<'a> {
         now
     }
 
-    /// A request completed.
+    /// Records the completion of a request that was `submitted` at this time.
     pub fn completed(&mut self, submitted: u64) {
         let now = now();
         let latency = now.saturating_sub(submitted);
@@ -92,7 +92,7 @@ impl<'a> Lane<'a> {
         self.slot.last_progress_mono_ns.store(now, Release);
     }
 
-    /// `bytes` of the operation are done.
+    /// Records that `bytes` of the operation are done.
     pub fn moved(&self, bytes: u64) {
         add(&self.slot.bytes_ever, bytes);
         add(&self.slot.bytes_op, bytes);
@@ -113,17 +113,17 @@ impl<'a> Lane<'a> {
         now()
     }
 
-    /// The worker has waited for requests since `since`.
+    /// Records that the worker has waited for requests since `since`.
     pub fn waited(&self, since: u64) {
         add(&self.slot.busy_ns, now().saturating_sub(since));
     }
 
-    /// The source has delivered the request begun at `since`.
+    /// Records that the source has delivered the request begun at `since`.
     pub fn prepared(&self, since: u64) {
         add(&self.slot.source_wait_ns, now().saturating_sub(since));
     }
 
-    /// The worker did nothing but `action`, which is a wait of this kind.
+    /// Runs `action`, during which the worker only waits, and counts the time as a wait of this kind.
     pub fn during<T>(&self, state: State, action: impl FnOnce() -> T) -> T {
         self.state(state);
         let begin = now();
@@ -140,17 +140,17 @@ impl<'a> Lane<'a> {
         outcome
     }
 
-    /// A request will be tried again.
+    /// Records that a request will be tried again.
     pub fn retried(&self) {
         self.slot.retries.store(self.slot.retries.load(Relaxed).wrapping_add(1), Relaxed);
     }
 
-    /// A request moved fewer bytes than it should have.
+    /// Records that a request moved fewer bytes than it should have.
     pub fn short(&self) {
         self.slot.shorts.store(self.slot.shorts.load(Relaxed).wrapping_add(1), Relaxed);
     }
 
-    /// A request failed.
+    /// Records that a request failed.
     pub fn failed(&self) {
         self.slot.errors.store(self.slot.errors.load(Relaxed).wrapping_add(1), Relaxed);
         self.state(State::Error);

@@ -1,5 +1,5 @@
 //! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of the field's width.
-//! Space that has no name there is named `reserved` here.
+//! Space without a name in that document is named `reserved` here.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -107,7 +107,7 @@ macro_rules! structures {
             }
         )*
 
-        /// Every structure, with the name and the offset of each field. A test compares this with the reader's view.
+        /// Every structure, with the name and the offset of each field. A test compares them with those of the reader.
         #[must_use]
         pub fn offsets() -> Vec<(&'static str, Vec<(&'static str, usize)>)> {
             let known = |&(name, _): &(&str, usize)| name != "reserved";

@@ -26,7 +26,7 @@ pub struct Operation {
     /// Number of the slot in the segment, or [`super::layout::NO_SLOT`].
     pub(super) number: u32,
     pub(super) id: u64,
-    /// The process that began it.
+    /// The process that began the operation.
     pid: u32,
     kind: Kind,
     begin: u64,
@@ -37,7 +37,7 @@ pub struct Operation {
     durable: AtomicU64,
     /// Shards that are finished.
     files_done: AtomicU32,
-    /// Whether the slot now belongs to another operation: threads of an abandoned save come here later.
+    /// Whether the slot may now belong to another operation. Threads of an abandoned save can still call methods then.
     over: AtomicBool,
     closing: Mutex<Closing>,
 }
@@ -61,16 +61,16 @@ struct Closing {
 pub struct Call {
     /// The training step.
     pub step: Option<i64>,
-    /// When the program made the call. By default, when the operation begins.
+    /// When the program made the call. `None`: when the operation begins.
     pub at: Option<Instant>,
 }
 
-/// The facts about an operation once it is planned.
+/// What is known about an operation once its plan is complete.
 #[derive(Debug, Clone, Copy)]
 pub struct Planned {
     /// Bytes that the workers will move.
     pub bytes: u64,
-    /// Shards.
+    /// The number of shards.
     pub files: usize,
     /// Bytes of a block.
     pub block_size: u64,
@@ -85,7 +85,7 @@ pub struct Planned {
 pub struct Ran {
     /// The number of the engine.
     pub engine: u32,
-    /// Whether it uses direct I/O.
+    /// Whether the engine uses direct I/O.
     pub direct: bool,
     /// Whether some blocks took another I/O path.
     pub mixed: bool,
@@ -196,7 +196,7 @@ impl Operation {
     pub fn phase(&self, phase: Phase) {
         let now = now();
         let mut closing = self.closing();
-        // The number of the read phase follows those of a save, but no phase of a save follows it.
+        // The read phase has a higher number than all phases of a save, but no phase of a save follows it.
         if closing.phase >= phase.order() {
             return;
         }
@@ -212,30 +212,30 @@ impl Operation {
         });
     }
 
-    /// Files with `bytes` of tensors are linked from an earlier checkpoint, not written.
+    /// Records that files with `bytes` of tensors are linked from an earlier checkpoint instead of written.
     pub(crate) fn linked(&self, bytes: u64) {
         self.write(|slot| slot.bytes_linked.store(bytes, Relaxed));
     }
 
-    /// The copy of a state of `total` bytes begins.
+    /// Records that the copy of a state of `total` bytes begins.
     pub(super) fn stage(&self, total: u64) {
         self.phase(Phase::Stage);
         self.write(|slot| slot.bytes_to_stage.store(total, Relaxed));
     }
 
-    /// `bytes` of the state have been copied by now.
+    /// Records that `bytes` of the state have been copied.
     pub(super) fn staged(&self, bytes: u64) {
         self.segment.process.heartbeat.fetch_add(1, Relaxed);
         self.write(|slot| slot.bytes_staged.store(bytes, Relaxed));
     }
 
-    /// `bytes` of `total` have been copied by now. The first call ends the plan.
+    /// Records that `bytes` of `total` have been copied. The first call ends the plan phase.
     pub(super) fn copied(&self, bytes: u64, total: u64) {
         if self.closing().phase < Phase::of_copy(self.kind).order() {
             let planned = Planned { bytes: total, files: 0, block_size: 0, threads: 0, queue_depth: 0 };
             self.start(&planned, Phase::of_copy(self.kind));
         }
-        // A file that is copied again may take bytes back.
+        // If a file is copied again, `bytes` may be smaller than before.
         self.done.fetch_max(bytes, Relaxed);
         self.durable.store(self.done(), Relaxed);
         self.tick();
@@ -247,12 +247,12 @@ impl Operation {
         self.end(Ok(()));
     }
 
-    /// A shard of `bytes` is durable.
+    /// Records that a shard of `bytes` is durable.
     pub fn durable(&self, bytes: u64) {
         self.checked(bytes, true);
     }
 
-    /// `bytes` more have been checked. `last`: they complete their shard.
+    /// Records that `bytes` more have been checked. `last`: these bytes complete their shard.
     pub fn checked(&self, bytes: u64, last: bool) {
         self.durable.fetch_add(bytes, Relaxed);
         self.files_done.fetch_add(u32::from(last), Relaxed);
@@ -285,7 +285,7 @@ impl Operation {
         self.done.load(Relaxed)
     }
 
-    /// A worker completed `bytes` more.
+    /// Records that a worker completed `bytes` more.
     pub(super) fn moved(&self, bytes: u64) {
         self.done.fetch_add(bytes, Relaxed);
     }
@@ -372,8 +372,8 @@ pub(super) fn bucket_of(latency: u64) -> usize {
     (doublings as usize).min(BUCKETS - 1)
 }
 
-/// The latency that `percent` of the requests do not exceed: the upper end of its bucket, in microseconds; of the last
-/// bucket, which has none, the `longest` in nanoseconds.
+/// The latency in microseconds that `percent` of the requests do not exceed: the upper end of its bucket, or, for the
+/// last bucket, which has no upper end, the `longest` latency (passed in nanoseconds).
 pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64, longest: u64) -> u32 {
     let all: u64 = histogram.iter().sum();
     let mut seen = 0;

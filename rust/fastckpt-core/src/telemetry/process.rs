@@ -24,13 +24,13 @@ use crate::sys::shm::{self, Shared};
 /// The number of names to try: processes of several PID namespaces may share a directory.
 const NAMES: u32 = 16;
 
-/// The process's record, for a caller that has used it before. This process held the lock then, so a fork cannot have
-/// left it locked.
+/// The process's record, for a caller that has already used it. A fork cannot have left the lock locked, because this
+/// process held the lock at that time.
 fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
+/// Sets the targets of the process for saves and for loads, in bytes/s per GPU. 0 means no target.
 pub fn set_target(save: u64, load: u64) {
     target::set(save, load);
     with_segment(|segment| {
@@ -39,29 +39,29 @@ pub fn set_target(save: u64, load: u64) {
     });
 }
 
-/// Reports to the monitor that this process is `rank` of a group of `size` processes. `id` is the same in all of them
-/// and in no other group, and not 0.
+/// Reports to the monitor that this process is `rank` of a group of `size` processes. `id` is not 0, equal in all
+/// processes of the group, and different from the ids of all other groups.
 pub fn set_group(id: u64, rank: u32, size: u32) {
     group::set(id, rank, size);
     with_segment(|segment| group::fill(&segment.process));
 }
 
-/// Reports to the monitor that this process waits for a rank of its group, or waits no more.
+/// Reports to the monitor that this process waits for a rank of its group, or that it no longer waits.
 pub fn wait_for(rank: Option<u32>) {
     group::wait_for(rank);
     with_segment(|segment| group::fill(&segment.process));
 }
 
-/// Reports to the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a
-/// step; none if unknown.
+/// Reports to the monitor which shares of the model's and of the optimizer's bytes the save of `step` found changed;
+/// `None` if unknown.
 #[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
 pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     let [model, optimizer] = [model, optimizer].map(|share| {
-        // In millionths, rounded up: only 0 is shown as 0.
+        // Stores millionths, rounded up, so that only a share of 0 is shown as 0.
         share.map_or(0, |share| 1 + (share.clamp(0.0, 1.0) * 1e6).ceil() as u64)
     });
     with_segment(|segment| {
-        // A reader that finds shares also finds the step that they belong to.
+        // A reader that sees these shares also sees the step that they belong to.
         let Segment { process, .. } = segment;
         seqlock::hand_over(&process.changed, optimizer << 32 | model, || {
             process.changed_step.store(step, Relaxed);
@@ -73,7 +73,7 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
 pub fn warn(text: &str) {
     with_segment(|segment| {
         let process = &segment.process;
-        // A reader that finds the number also finds its text.
+        // A reader that sees the new number also sees the text of the warning.
         seqlock::hand_over(&process.warned, process.warned.load(Relaxed) + 1, || process.warning.set(text));
     });
 }
@@ -101,7 +101,7 @@ struct Process {
 }
 
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
-/// Why a directory was not tried; nothing once a directory holds the segment.
+/// Why a directory was not tried; `None` once a directory holds the segment.
 static REFUSED: Mutex<Option<String>> = Mutex::new(None);
 
 /// Why the counters of this process are not in their intended directory, if its file system is the reason.
@@ -110,7 +110,7 @@ pub fn refused() -> Option<String> {
     REFUSED.try_lock().ok()?.clone()
 }
 
-/// The process's record; none if the lock is not available, as in a child that was forked while another thread held it.
+/// The process's record. `None` if the lock is not available, as in a child that was forked while a thread held it.
 fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
     (0..1000).find_map(|_| match PROCESS.try_lock() {
         Ok(process) => Some(process),
@@ -182,7 +182,7 @@ fn inherit(segment: &Segment, old: &Segment) {
     }
 }
 
-/// When a slot became free; none if it is in use. A slot that was never used comes first, then the one whose operation
+/// When a slot became free; `None` if it is in use. Slots that were never used come first, then those whose operations
 /// ended first.
 fn free_since(slot: &OperationSlot) -> Option<u64> {
     let end = slot.t_end_mono_ns.load(Acquire);
@@ -194,7 +194,7 @@ fn free_since(slot: &OperationSlot) -> Option<u64> {
 fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
     match process.take() {
-        // A forked child has the record but not the memory: it must not touch anything in it.
+        // A forked child inherits the record but not the memory, so it must not access the segment.
         Some(known) if known.pid != pid => *process = Some(Process::new(environment, None)),
         Some(known) => {
             let lost = known.file.as_ref().is_some_and(|(path, file)| !shm::still_there(path, *file));
@@ -226,7 +226,7 @@ pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u3
     };
     // From here on the slot is taken: neither unused nor ended.
     let slot = &segment.operations[number];
-    // Odd until the operation first writes its slot. Until then, the slot holds the values of another operation.
+    // The number stays odd until the operation first writes its slot, which still holds values of an earlier operation.
     seqlock::open(&slot.seq);
     slot.t_end_mono_ns.store(0, Relaxed);
     slot.op_id.store(process.operations, Release);
@@ -260,8 +260,8 @@ pub(super) fn is_locked() -> bool {
     PROCESS.try_lock().is_err()
 }
 
-/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it
-/// shows that its operation has ended, so all reads and writes of it come before the lock is released.
+/// Closes an operation: fills its history record, closes its slot (`close`), and updates totals and state. A slot is
+/// free as soon as it shows the end of its operation, so the lock is released after all accesses to the slot.
 pub(super) fn finish(
     segment: &'static Segment,
     (number, id): (u32, u64),
@@ -305,8 +305,8 @@ pub(super) fn finish(
     }
 }
 
-/// The places where this process may publish its counters, in turn: each directory, then the same without symbolic
-/// links, or why it is not even checked.
+/// The directories where this process may publish its counters, in order. Each comes with its path without symbolic
+/// links, or with the reason why it is not tried.
 #[must_use]
 pub fn places(environment: &Environment) -> Vec<(PathBuf, Result<PathBuf, String>)> {
     let variable = |name| environment.get(name).map(PathBuf::from);

@@ -3,7 +3,7 @@
 use crate::sys::sync::Ordering::{Relaxed, Release};
 use crate::sys::sync::{AtomicU64, fence};
 
-/// From now on the fields are invalid, until the next [`write`]. Returns their odd number.
+/// Makes the fields invalid until the next [`write`]. Returns their number, which is odd.
 pub(super) fn open(number: &AtomicU64) -> u64 {
     let odd = number.load(Relaxed) | 1;
     number.store(odd, Relaxed);
@@ -18,7 +18,7 @@ pub(super) fn write(number: &AtomicU64, change: impl FnOnce()) {
     number.store(odd.wrapping_add(1), Release); // the even number is stored after them
 }
 
-/// Changes the fields, which belong to `mark` from then on. Copies with the same mark, not 0, come from one write.
+/// Changes the fields, which belong to `mark` afterwards. Copies with the same nonzero mark come from one write.
 pub(super) fn hand_over(mark: &AtomicU64, to: u64, change: impl FnOnce()) {
     mark.store(0, Release);
     fence(Release);

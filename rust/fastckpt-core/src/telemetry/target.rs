@@ -1,4 +1,4 @@
-//! The target of the process: the throughput that it wants for its saves and loads.
+//! The target of the process: the required throughput of its saves and loads.
 
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
@@ -15,8 +15,8 @@ fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static [AtomicU64; 2] {
     })
 }
 
-/// The target of the process, in bytes/s per GPU for saves and for loads; 0 for none, as where the variable does not
-/// parse.
+/// The targets of the process for saves and for loads, in bytes/s per GPU. 0 means no target, or that the variable does
+/// not parse.
 pub(super) fn targets(environment: &Environment) -> (u64, u64) {
     let given = || environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets);
     let [save, load] = current(|| given().unwrap_or((0, 0)));
@@ -43,10 +43,10 @@ const UNITS: [(&str, f64); 9] = [
     ("b/s", 1.0),
 ];
 
-/// A number below this without a unit is meant in another unit.
+/// A smaller number without a unit is refused: the user probably means another unit than bytes/s.
 const LEAST_BARE: f64 = 1e4;
 
-/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. `None` below 1, or beyond any storage.
+/// The bytes/s of a rate such as `2.5gb/s`, or of a bare number. `None` below 1, or beyond any storage.
 fn rate(text: &str) -> Option<u64> {
     let text = text.trim();
     let unit = UNITS.iter().find_map(|(unit, scale)| Some((text.strip_suffix(unit)?.trim_end(), *scale)));
@@ -57,10 +57,10 @@ fn rate(text: &str) -> Option<u64> {
     found.filter(|_| unit.is_some() || value >= LEAST_BARE)
 }
 
-/// Parses a tier's name, a rate for both saves and loads, or `save=RATE,load=RATE`; a rate is a number with a unit
-/// (`2.5GB/s`; a GB is 10^9 bytes), or of bytes/s. Returns bytes/s, 0 for a part that `text` leaves out. The tiers are
-/// from NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top` parses the same grammar in Python, and both pass the table
-/// `tests/data/targets.txt`.
+/// Parses a tier's name, a rate for both saves and loads, or `save=RATE,load=RATE`. A rate is a number with a unit
+/// (`2.5GB/s`; a GB is 10^9 bytes), or a number of bytes/s. Returns bytes/s, and 0 for a part that `text` leaves out.
+/// The tiers are from NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top` parses the same grammar in Python, and both are
+/// tested with `tests/data/targets.txt`.
 #[must_use]
 pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
     let text = text.trim().to_ascii_lowercase();

@@ -11,7 +11,7 @@ use super::*;
 use crate::environment::Environment;
 use crate::sys::shm;
 
-/// A segment that belongs to the test, published in a directory where no monitor looks.
+/// Publishes the test's own segment in a directory where no monitor looks.
 fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared<Segment>> {
     shm::publish(directory, name, layout::empty(), |segment| {
         segment.header.magic.store(layout::MAGIC, Relaxed);
@@ -147,7 +147,7 @@ fn a_save_is_shown_while_its_state_is_copied() {
     begun.plan();
     assert_eq!(phase(), Phase::Plan as u32);
     let operation = begun.take().unwrap();
-    // It belongs to the core now.
+    // The operation now belongs to the core.
     begun.staged(70);
     begun.fail(Some(5));
     assert_eq!((phase(), slot.bytes_staged.load(Relaxed)), (1, 60));
@@ -181,10 +181,10 @@ fn waits_are_told_apart_and_small_ones_add_up() {
     let kinds = [State::Limit, State::Fsync, State::Peers];
     for (number, state) in kinds.into_iter().enumerate() {
         let before = values();
-        // Counts only the time inside: a busy machine may delay this thread in between.
+        // Adds only the time inside the closure: a busy machine may delay this thread between the calls.
         let mut waited = 0;
         while waited < 2_000_000 {
-            // Each is shorter than the millisecond that is counted.
+            // Each wait is shorter than a millisecond, the unit of the counters.
             lane.during(state, || {
                 let begin = clock::now();
                 assert_eq!(slot.state.load(Relaxed), state as u32);
@@ -246,7 +246,7 @@ fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
         Operation::begin(Kind::Save, Path::new("/nowhere/closed"), Call::default(), &Environment::default());
     let (filled, closed) = (Cell::new(false), Cell::new(false));
     let fill = |_: &layout::Record| {
-        assert!(!closed.get(), "the record is made of the slot");
+        assert!(!closed.get(), "the record is filled from the slot before the slot is closed");
         filled.set(true);
     };
     let close = || {
@@ -266,7 +266,7 @@ fn the_ranks_of_a_machine_are_known_from_the_launcher_or_where_all_meet_on_it() 
     };
     assert_eq!(ranks(&[]), -1);
     assert_eq!(ranks(&[("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8"), ("MASTER_ADDR", "127.0.0.1")]), 8);
-    assert_eq!(ranks(&[("WORLD_SIZE", "4")]), 4, "they meet in a file");
+    assert_eq!(ranks(&[("WORLD_SIZE", "4")]), 4, "the ranks meet in a file");
     assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")]), 4);
     assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("MASTER_ADDR", "node-7")]), -1);
     assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("SLURM_STEP_NUM_NODES", "2")]), -1);
@@ -323,12 +323,12 @@ fn a_job_is_its_launcher() {
     assert_eq!(
         launch(&pod("a-master-0", "0"), 0, 1),
         launch(&pod("a-master-0", "1"), 0, 2),
-        "first processes of pods"
+        "the first processes of two pods"
     );
     assert_ne!(launch(&pod("a-master-0", "0"), 0, 1), launch(&pod("b-master-0", "0"), 0, 1));
     assert_eq!(
         launch(&pod("a-master-0", "0"), 8, 1),
         launch(&none, 8, 1),
-        "a restarted attempt may meet elsewhere"
+        "a restarted attempt may meet at another address"
     );
 }

@@ -1,5 +1,5 @@
-//! The targets of the fuzzer in the gate: kept inputs and mutations of them, the same each time. `scripts/fuzz` goes on
-//! with libFuzzer.
+//! Runs the targets of the fuzzer in the gate: on kept inputs and on mutations of them, which are the same each time.
+//! `scripts/fuzz` continues with libFuzzer.
 
 mod targets;
 
@@ -9,7 +9,7 @@ use targets::{Draw, TARGETS};
 
 const MUTATIONS: usize = 10_000;
 
-/// Texts that find errors which a number or a bracket would not.
+/// Texts that trigger errors which a number or a bracket would not.
 const WORDS: [&[u8]; 12] = [
     b"[",
     b"]",

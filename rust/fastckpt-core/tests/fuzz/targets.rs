@@ -1,6 +1,6 @@
-//! The targets of fuzzing. A target makes inputs of the core from any bytes, and compares the results with results of
-//! another method. A panic is a finding. Two programs run the targets: the test beside this file, on kept inputs and a
-//! few mutations, and libFuzzer (`rust/fuzz`, `scripts/fuzz`).
+//! The targets of fuzzing. A target makes inputs of the core from any bytes, and compares the core's results with those
+//! of another method. A panic is a finding. Two programs run the targets: the test beside this file, on kept inputs and
+//! a few mutations, and libFuzzer (`rust/fuzz`, `scripts/fuzz`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -24,19 +24,19 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-/// Counts the memory of this program.
+/// Measures the memory of this program.
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
-/// Bytes that a read may use beyond twice its input.
+/// The number of bytes that a read may use beyond twice its input.
 const ROOM: usize = 64 << 20;
 
-/// See the module.
+/// A fuzz target. See the module.
 pub(crate) struct Target {
-    /// Its name on the command line.
+    /// The name of the target on the command line.
     pub(crate) name: &'static str,
-    /// Panics where a promise is broken.
+    /// Panics if a guarantee is violated.
     pub(crate) run: fn(&[u8]),
-    /// Inputs to begin with.
+    /// The first inputs.
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) const TARGETS: [Target; 5] = [
 ];
 
 impl Target {
-    /// The first inputs, and those that once broke a promise (in `found.txt`, smallest first).
+    /// The first inputs, and inputs that once violated a guarantee (in `found.txt`, smallest first).
     pub(crate) fn seeds(&self) -> Vec<Vec<u8>> {
         let lines = include_str!("found.txt").lines().filter_map(|line| line.split_once(' '));
         let mine = lines.filter(|(target, _)| *target == self.name);
@@ -68,24 +68,24 @@ fn from_hex(hex: &str) -> Vec<u8> {
 pub(crate) struct Draw(pub(crate) u64);
 
 impl Draw {
-    /// The next one.
+    /// The next number.
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         mixed ^ mixed >> 27
     }
 
-    /// One below `end`.
+    /// A number below `end`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }
 }
 
-/// Bytes for targets that draw from their input.
+/// Byte strings for targets that make their input from bytes.
 fn drawn() -> Vec<Vec<u8>> {
     let bytes = |seed| {
         let mut draw = Draw(seed);
-        // Small numbers are the meaningful ones.
+        // Most bytes are small numbers, which are the meaningful ones.
         (0..256).map(|_| (draw.next() % [8, 8, 8, 256][draw.below(4)]) as u8).collect()
     };
     (0..24).map(bytes).collect()
@@ -93,7 +93,7 @@ fn drawn() -> Vec<Vec<u8>> {
 
 // --- the manifest -----------------------------------------------------------------------------------------------------
 
-/// The text behind a matching first line, so that no checksum is wrong.
+/// Puts a first line with the right checksum before a text.
 fn sealed(rest: &[u8]) -> Vec<u8> {
     let crc = checksum::to_hex(checksum::of(rest));
     let mut all = format!("{{\"fastckpt\":{},\"crc64nvme\":\"{crc}\",\n", manifest::VERSION).into_bytes();
@@ -109,7 +109,7 @@ pub(crate) fn measured<T>(action: impl FnOnce() -> T) -> (T, usize) {
     (done, MEMORY.peak_usage().saturating_sub(before))
 }
 
-/// Reads a manifest. An accepted one obeys the format, and is the same when it is written and read again.
+/// Reads a manifest. An accepted manifest obeys the format, and stays the same when it is written and read again.
 fn manifest(data: &[u8]) {
     let (path, bytes) = (Path::new(FILE), sealed(data));
     let given = bytes.clone();
@@ -164,12 +164,12 @@ fn raw(text: &str) -> Box<RawValue> {
     RawValue::from_string(text.to_owned()).expect("JSON")
 }
 
-/// Whether there is memory for the checksums of all extents.
+/// Whether there is enough memory for the checksums of all extents.
 fn is_small(plan: &Plan) -> bool {
     plan.shards.iter().all(|shard| shard.bytes < 1 << 24)
 }
 
-/// The manifest of a plan, with any checksums.
+/// The manifest of a plan, with arbitrary checksums.
 fn body(specs: &[TensorSpec], plan: &Plan) -> Body {
     let shard = |shard: &layout::Shard| ShardEntry {
         file: shard.file.clone(),
@@ -211,7 +211,7 @@ fn body(specs: &[TensorSpec], plan: &Plan) -> Body {
     }
 }
 
-/// Bodies of manifests: of drawn states, and one with all that a manifest can have.
+/// Bodies of manifests: of random states, and one body with everything that a manifest can have.
 fn manifests() -> Vec<Vec<u8>> {
     let rest = |body: &Body| {
         let bytes = manifest::encode(body).expect("it fits");
@@ -247,7 +247,7 @@ fn manifests() -> Vec<Vec<u8>> {
 
 // --- tokens -----------------------------------------------------------------------------------------------------------
 
-/// The check of tokens, which reads text, against the parsed text.
+/// Compares the check of tokens, which reads text, with the parsed text.
 fn tokens(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     // No caller passes a text that is not JSON, but the check must end.
@@ -257,7 +257,7 @@ fn tokens(data: &[u8]) {
     assert_eq!(tokens::check("text", raw.get()).is_ok(), are_tokens(&value), "{text}");
 }
 
-/// An array of values, and of arrays of values of which one may be an array of plain values.
+/// Whether the value is an array of tokens: plain values, or arrays of plain values and at most one list of them.
 fn are_tokens(value: &Value) -> bool {
     let is_plain = |value: &Value| !value.is_array() && !value.is_object();
     let is_list = |value: &Value| value.as_array().is_some_and(|all| all.iter().all(is_plain));
@@ -308,7 +308,7 @@ impl State {
 const DTYPES: [Dtype; 8] =
     [Dtype::U8, Dtype::F4, Dtype::F6_E2M3, Dtype::BF16, Dtype::F32, Dtype::F64, Dtype::C64, Dtype::BOOL];
 
-/// Draws a state.
+/// Makes a random state.
 fn state(from: &mut Unstructured<'_>) -> Result<State> {
     let mut specs = Vec::new();
     for _ in 0..from.int_in_range(0..=9)? {
@@ -348,7 +348,7 @@ fn state(from: &mut Unstructured<'_>) -> Result<State> {
     Ok(State { specs, groups, sizes, unchanged })
 }
 
-/// Lays out a state. The headers are read by the reference implementation, and the manifest by the core.
+/// Lays out a state. The reference implementation reads the headers, and the core reads the manifest.
 fn header(data: &[u8]) {
     let Ok(state) = state(&mut Unstructured::new(data)) else { return };
     let names: BTreeSet<_> = state.specs.iter().map(|spec| spec.name.as_str()).collect();
@@ -363,7 +363,7 @@ fn header(data: &[u8]) {
     let total = state.specs.iter().try_fold(0u128, |all, spec| all.checked_add(bytes(spec)?));
     let fits = total.is_some_and(|total| total <= i64::MAX as u128);
     let reserved = groups::RESERVED_NAME;
-    // The reference itself refuses a shape whose product is too large before a zero comes.
+    // The reference itself refuses a shape if the product of the sizes before a zero is too large.
     let in_order = |spec: &TensorSpec| spec.shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
     let writable = state.specs.iter().all(|spec| in_order(spec).is_some());
     let possible = names.len() == state.specs.len() && fits && writable && !names.contains(reserved);
@@ -408,7 +408,7 @@ fn header(data: &[u8]) {
 
 // --- the plan of ranks ------------------------------------------------------------------------------------------------
 
-/// Draws a spread.
+/// Makes a random spread.
 fn spread(from: &mut Unstructured<'_>, ranks: u32) -> Result<Spread> {
     let all: Vec<u32> = (0..ranks).collect();
     Ok(match from.int_in_range(0..=4)? {
@@ -444,7 +444,7 @@ fn spread(from: &mut Unstructured<'_>, ranks: u32) -> Result<Spread> {
     })
 }
 
-/// Draws a job of ranks.
+/// Makes a random job of ranks.
 fn share(from: &mut Unstructured<'_>) -> Result<fastckpt_core::Result<Share>> {
     let ranks = from.int_in_range(1..=6)?;
     let spreads = (0..from.int_in_range(1..=3)?).map(|_| spread(from, ranks)).collect::<Result<Vec<_>>>()?;
@@ -476,7 +476,7 @@ fn share(from: &mut Unstructured<'_>) -> Result<fastckpt_core::Result<Share>> {
     }))
 }
 
-/// Plans the work of ranks. Each computes only its own part, and the parts fit.
+/// Plans the work of ranks. Each rank computes only its own part, and the parts must fit together.
 fn plan(data: &[u8]) {
     let Ok(Ok(share)) = share(&mut Unstructured::new(data)) else { return };
     for purpose in [Purpose::Save, Purpose::Load] {
@@ -501,7 +501,7 @@ fn plan(data: &[u8]) {
     );
 }
 
-/// Sent and received messages match, and each byte of a save has one writer.
+/// Sent and received messages match, and in a save each byte has one writer.
 fn they_fit(share: &Share, all: &[Duties], purpose: Purpose) {
     type Side = BTreeMap<(u32, u32), Vec<(u64, Vec<(usize, u64)>)>>;
     let (mut sent, mut received) = (Side::new(), Side::new());
@@ -524,7 +524,7 @@ fn they_fit(share: &Share, all: &[Duties], purpose: Purpose) {
         let mut written: Vec<_> = all.iter().flat_map(|duties| &duties.ranges).collect();
         written.sort_by_key(|range| (range.shard, range.start));
         for (shard, &(_, end)) in share.files().iter().enumerate() {
-            // Its first range has the header.
+            // The first range also covers the header.
             let mut at = 0;
             for range in written.iter().filter(|range| range.shard == shard) {
                 assert_eq!(range.start, at, "a byte without a writer, or with two");
@@ -541,7 +541,7 @@ fn they_fit(share: &Share, all: &[Duties], purpose: Purpose) {
     }
 }
 
-/// Each part of a rank is filled once by a load.
+/// A load fills each part of a rank once.
 fn gets_all(share: &Share, rank: u32, duties: &Duties) {
     let mut found: BTreeMap<(usize, u32), u64> = BTreeMap::new();
     let others = duties.boxes.iter().flat_map(|message| &message.items).filter(|item| item.own);
@@ -562,7 +562,7 @@ fn gets_all(share: &Share, rank: u32, duties: &Duties) {
 
 // --- messages between ranks -------------------------------------------------------------------------------------------
 
-/// The messages of ranks: read, combined, and encoded again.
+/// Reads messages of ranks, combines them, and encodes them again.
 fn messages(data: &[u8]) {
     let Some((kind, rest)) = data.split_first() else { return };
     if kind % 2 == 0 {
@@ -578,7 +578,7 @@ fn messages(data: &[u8]) {
     }
 }
 
-/// Pieces, most of them near the extents of a small job. Their order and earlier merges do not matter.
+/// Pieces, most of them near the extents of a small job. Their order and earlier merges must not matter.
 fn drawn_pieces(from: &mut Unstructured<'_>, mut all: Vec<Piece>) -> Result<()> {
     let tensor = |stored, shard, offset| {
         let name = format!("t{shard}{offset}");
@@ -621,12 +621,12 @@ fn drawn_pieces(from: &mut Unstructured<'_>, mut all: Vec<Piece>) -> Result<()> 
     Ok(())
 }
 
-/// Sums of ranks for a base, in any order, and forwarded by others.
+/// Sums of ranks for a base, added in any order and forwarded by other ranks.
 fn sums(data: &[u8]) {
     let (outcome, most) = measured(|| Sums::decode(data));
     assert!(most <= 2 * data.len() + ROOM, "{most} bytes for {} of sums", data.len());
     let Ok(found) = outcome else { return };
-    // After a merge, a changed tensor has no other facts.
+    // After a merge, a changed tensor has no other findings.
     let both = |mut one: Sums, other: Sums| {
         one.add(other);
         one

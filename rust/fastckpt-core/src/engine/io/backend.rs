@@ -10,11 +10,11 @@ pub type Completed = (Transfer, io::Result<usize>);
 
 /// Moves buffers for one worker thread.
 pub trait Backend {
-    /// The most operations in flight at a time.
+    /// The maximum number of operations in flight at a time.
     fn queue_depth(&self) -> usize;
 
-    /// Starts the current operation of `transfer`. If the operation fails, its completion has the error. An error here
-    /// is an error of the backend.
+    /// Starts the current operation of `transfer`. If the operation fails, its completion has the error. An error
+    /// returned here is a failure of the backend.
     fn submit(&mut self, transfer: Transfer) -> io::Result<()>;
 
     /// The next completed operation, after waiting if necessary; `None` if nothing is in flight.

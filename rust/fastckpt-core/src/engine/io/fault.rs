@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use super::backend::{Backend, Completed};
 use super::transfer::Transfer;
 
-/// What goes wrong.
+/// The kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The system's answer is this errno.
+    /// The operation fails with this errno.
     Errno(i32),
-    /// Only this many bytes move.
+    /// The operation moves only this many bytes.
     Short(usize),
     /// The worker panics.
     Panic,
 }
 
-/// Which operation fails, how, and whether those after it fail too. Clones share the countdown.
+/// Which operation fails, how, and whether later operations fail, too. Clones share the countdown.
 #[derive(Debug, Clone)]
 pub struct FaultPlan {
     countdown: Arc<AtomicI64>,
@@ -27,7 +27,7 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Lets `before` operations pass. The next one meets `fault`; with `permanent`, so do all that follow.
+    /// Lets `before` operations pass. The next one meets `fault`. If `permanent`, all later ones meet it, too.
     #[must_use]
     pub fn new(before: u32, fault: Fault, permanent: bool) -> Self {
         Self { countdown: Arc::new(AtomicI64::new(i64::from(before))), fault, permanent }
@@ -50,7 +50,7 @@ pub struct Faulty {
     inner: Box<dyn Backend>,
     plan: FaultPlan,
     failed: Vec<Completed>,
-    /// Blocks in flight that request less than they should: number, and the real ends of their memory and their tail.
+    /// Blocks in flight that request too few bytes: for each, its number, and the real ends of its memory and tail.
     cut: Vec<(usize, usize, usize)>,
 }
 

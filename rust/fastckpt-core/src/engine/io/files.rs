@@ -10,17 +10,17 @@ use super::object::Object;
 use crate::error::Result;
 use crate::sys::file::{self, DataFile};
 
-/// The most shards that one job opens at a time, each of them twice. A process may have 1,024 open files by default,
-/// and most of those are not ours.
+/// The maximum number of shards that one job has open at a time, each of them twice. By default a process may have
+/// 1,024 open files, and the rest of the program needs most of them.
 const MOST: usize = 64;
 
-/// One slot per shard.
+/// The open shards of a job, with one slot for each shard.
 #[derive(Debug)]
 pub struct OpenFiles {
     slots: Vec<Slot>,
     /// The number of files that are open or being opened.
     open: Arc<AtomicUsize>,
-    /// Locked for reading to open a file, and for writing to make sure that no other thread opens one.
+    /// Locked for reading to open a file, and for writing to make sure that no other thread is opening one.
     opening: RwLock<()>,
 }
 
@@ -40,7 +40,7 @@ pub enum ShardFile {
 }
 
 impl ShardFile {
-    /// Whether operations on it bypass the page cache.
+    /// Whether operations on the shard bypass the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         matches!(self, Self::Local(file) if file.is_direct())
@@ -49,7 +49,7 @@ impl ShardFile {
     /// The file.
     ///
     /// # Errors
-    /// `Unsupported` if it is an object.
+    /// `Unsupported` if the shard is an object.
     pub fn local(&self) -> io::Result<&DataFile> {
         match self {
             Self::Local(file) => Ok(file),
@@ -57,7 +57,7 @@ impl ShardFile {
         }
     }
 
-    /// Fills `to` from `offset` on, through the page cache. Returns how many bytes there were.
+    /// Fills `to` from `offset` on, through the page cache. Returns the number of bytes read.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
         match self {
             Self::Local(file) => file::read_at(file.fd(false), to, offset),
@@ -75,7 +75,7 @@ impl ShardFile {
 /// A shard that is open and counted.
 #[derive(Debug)]
 pub struct OpenFile {
-    // In this order: the file is closed before it stops counting.
+    // The order matters: the file is closed before it stops counting.
     file: ShardFile,
     _counted: Counted,
 }
@@ -109,8 +109,8 @@ impl OpenFiles {
     }
 
     /// The file of `shard`, which `open` opens for its first block. `None` if it must wait until another file is
-    /// closed. The wait always ends: a file is open for blocks that workers are moving, and they need no other file to
-    /// finish.
+    /// closed. The wait always ends: a file is open only for blocks that workers are moving, and these blocks need no
+    /// other file to finish.
     pub fn acquire(
         &self,
         shard: usize,
@@ -128,7 +128,7 @@ impl OpenFiles {
             None => return Ok(None),
             Some(Err(error)) if error.wants_descriptors() => {
                 let _alone = self.opening.write().unwrap_or_else(PoisonError::into_inner);
-                // No other thread opens a file now. If none of this job is open either, none will be closed.
+                // No other thread is opening a file now. If this job has none open either, waiting would never end.
                 let Some(counted) = self.count(1) else { return Ok(None) };
                 OpenFile { file: open()?, _counted: counted }
             }
@@ -144,10 +144,10 @@ impl OpenFiles {
         Some(Counted(Arc::clone(&self.open)))
     }
 
-    /// Notes that a block of `shard` is done. Returns the file if this was its last block.
+    /// Records that a block of `shard` is done. Returns the file if this was its last block.
     pub fn release(&self, shard: usize) -> Option<Arc<OpenFile>> {
         let slot = &self.slots[shard];
-        // Acquire-release: the thread that takes the last block sees what all other workers did to the file.
+        // Acquire-release: the thread that finishes the last block sees what all other workers did to the file.
         if slot.blocks_left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
@@ -187,9 +187,9 @@ mod tests {
             let first = files.acquire(0, &open).unwrap().unwrap();
             errno.set(Some(number));
             assert!(files.acquire(1, &open).unwrap().is_none());
-            assert!(files.acquire(0, &open).unwrap().is_some(), "it is open");
+            assert!(files.acquire(0, &open).unwrap().is_some(), "the file is already open");
             drop(files.release(0));
-            assert!(files.acquire(1, &open).unwrap().is_none(), "another still holds it");
+            assert!(files.acquire(1, &open).unwrap().is_none(), "another file is still open");
             drop(first);
             let error = files.acquire(1, &open).unwrap_err();
             assert_eq!(error.errno(), Some(number));
@@ -209,7 +209,7 @@ mod tests {
             assert!(files.acquire(shard, &open).unwrap().is_some());
         }
         assert!(files.acquire(MOST, &open).unwrap().is_none());
-        assert!(files.release(7).is_none(), "it has another block");
+        assert!(files.release(7).is_none(), "the file has another block");
         assert!(files.acquire(MOST, &open).unwrap().is_none());
         assert!(files.release(7).is_some());
         assert!(files.acquire(MOST, &open).unwrap().is_some());

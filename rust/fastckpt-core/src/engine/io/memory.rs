@@ -1,4 +1,4 @@
-//! A backend without files, for tests. Bytes live in memory, and every operation is recorded.
+//! A backend without files, for tests. The bytes are in memory, and every operation is recorded.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,7 +20,7 @@ pub(in crate::engine) struct Operation {
 pub(in crate::engine) struct Stored {
     pub(in crate::engine) bytes: Vec<u8>,
     pub(in crate::engine) operations: Vec<Operation>,
-    /// The most bytes that one backend had in flight.
+    /// The maximum number of bytes that one backend had in flight.
     pub(in crate::engine) most: usize,
 }
 

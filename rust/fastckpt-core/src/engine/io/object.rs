@@ -1,4 +1,4 @@
-//! Objects of a store in the place of files. The caller's callbacks read them, each range by one call.
+//! Objects of a store in place of files. The caller's callbacks read them, one range per call.
 
 use std::fmt::Debug;
 use std::io;
@@ -7,25 +7,25 @@ use std::sync::Arc;
 
 use crate::sys::gather::Fetched;
 
-/// Bytes of one request: so many that its latency is small beside its transfer, and few enough to send again.
+/// Bytes of one request: enough that the latency is small beside the transfer time, and few enough to send again.
 pub const RANGE: u64 = 8 << 20;
-/// Wanted ranges closer than this many bytes come with one request.
+/// Wanted ranges that are closer together than this many bytes are fetched by one request.
 pub const GAP: u64 = 1 << 20;
-/// Requests at a time by default. They wait for the network rather than for a processor.
+/// The default number of concurrent requests. They wait for the network rather than for a processor.
 pub const REQUESTS: usize = 16;
-/// Bytes in flight at a time, in one load.
+/// The maximum number of bytes in flight in one load.
 pub const IN_FLIGHT: usize = 256 << 20;
 
-/// The files of one checkpoint in a store. Worker threads call it.
+/// The files of one checkpoint in a store. Worker threads call these methods.
 ///
-/// The error `NotFound` means that an object is missing, and `InvalidData` that there is no checkpoint. All others
-/// concern the connection to the store, and not the checkpoint.
+/// The error `NotFound` means that an object is missing, and `InvalidData` that there is no checkpoint. All other
+/// errors concern the connection to the store, not the checkpoint.
 pub trait Store: Debug + Send + Sync {
-    /// The manifest, or the first `most` bytes of it.
+    /// The manifest, or its first `most` bytes.
     fn manifest(&self, most: Option<usize>) -> io::Result<Vec<u8>>;
-    /// The length of a file, if it is there.
+    /// The length of a file; `None` if it does not exist.
     fn size(&self, file: &str) -> io::Result<Option<u64>>;
-    /// The `len` bytes of a file from `start` on; fewer if it ends before.
+    /// The `len` bytes of a file from `start` on, or fewer if the file ends earlier.
     fn read(&self, file: &str, start: u64, len: usize) -> io::Result<Box<dyn Fetched>>;
     /// The name of a file in messages.
     fn path_of(&self, file: &str) -> PathBuf;

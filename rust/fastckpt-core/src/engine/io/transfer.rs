@@ -1,4 +1,4 @@
-//! A block between memory and file. One record goes from the job through worker, backend and ring, and back.
+//! A block between memory and a file. One record passes from the job to worker, backend and ring, and back.
 
 use std::io;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::sys::gather::{Buf, Part};
 use crate::sys::ring::Payload;
 use crate::sys::thread::Backoff;
 
-/// A block that moves in one or more operations. It owns its file and its memory meanwhile.
+/// A block that moves in one or more operations. It owns its file and its memory during that time.
 ///
 /// Direct I/O writes whole pages only. The bytes after the last whole page, the tail, go through the page cache in a
 /// separate operation. That operation comes first, so that the kernel writes the tail back while the rest moves, and
@@ -29,28 +29,28 @@ pub struct Transfer {
     pub offset: u64,
     /// The memory.
     pub buf: Buf,
-    /// Bytes of the memory to request, without the tail. With direct I/O, these are whole pages.
+    /// Bytes of the memory to request, without the tail. With direct I/O, this is a whole number of pages.
     pub len: usize,
-    /// How many of them must move. There are fewer at the end of a file that is read.
+    /// How many of these bytes must move. At the end of a file that is read, there are fewer than `len`.
     pub need: usize,
-    /// How many of them have moved.
+    /// How many of these bytes have moved.
     pub done: usize,
-    /// The rest of the tail.
+    /// The part of the tail that must still move.
     pub tail: Range<usize>,
     /// The I/O path.
     pub path: IoPath,
     /// Why the block takes this I/O path.
     pub reason: Reason,
-    /// Bytes of tensors that the processor copied for it.
+    /// Bytes of tensors that the processor copied for this block.
     pub copied: u64,
-    /// How often its operation was refused for the moment.
+    /// How often the operation was refused temporarily.
     pub backoff: Backoff,
     /// When the operation in flight was submitted, on the clock of the worker's counters.
     pub submitted: u64,
 }
 
 impl Transfer {
-    /// Moves all of `buf`, whose first byte belongs at `offset` of the file.
+    /// Moves all of `buf`. Its first byte belongs at `offset` of the file.
     #[must_use]
     pub fn new(
         block: usize,
@@ -80,7 +80,7 @@ impl Transfer {
         }
     }
 
-    /// Fetches `len` bytes of an object from `offset` on. Its buffer has them afterwards.
+    /// Fetches `len` bytes of an object from `offset` on. Afterwards, the buffer has them.
     #[must_use]
     pub fn fetch(block: usize, (object, offset): (Arc<OpenFile>, u64), len: usize) -> Self {
         let (buf, path) = (Buf::new(None, Vec::new()), (IoPath::Buffered, Reason::Stored));
@@ -105,7 +105,7 @@ impl Transfer {
         if self.tail.is_empty() { self.need.saturating_sub(self.done) } else { self.tail.len() }
     }
 
-    /// Notes that the current operation moved `moved` bytes.
+    /// Records that the current operation moved `moved` bytes.
     pub fn advance(&mut self, moved: usize) {
         self.backoff = Backoff::default();
         if self.tail.is_empty() {
@@ -115,12 +115,12 @@ impl Transfer {
         }
     }
 
-    /// Leaves direct I/O. The rest goes through the page cache, which takes any length.
+    /// Switches from direct I/O to the page cache, which allows any length, for the rest of the block.
     pub fn go_buffered(&mut self, reason: Reason) {
         (self.path, self.reason) = (IoPath::Buffered, reason);
     }
 
-    /// Prepares the rest for submission after a short or failed operation.
+    /// Prepares the rest of the block for submission after a short or failed operation.
     pub fn resume(&mut self) {
         if self.path != IoPath::Buffered && !self.file.is_direct() {
             self.go_buffered(Reason::Refused);
@@ -141,7 +141,7 @@ impl Transfer {
                 let got = (*bytes).as_ref().len();
                 self.buf.fetched(bytes);
                 if got < self.need {
-                    // There are no more.
+                    // The object has no more bytes.
                     self.done = got;
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }

@@ -1,4 +1,4 @@
-//! Several operations in flight through the thread's own ring, and the check whether a ring is possible.
+//! Keeps several operations in flight through the thread's own ring, and checks whether a ring is possible.
 
 use std::io;
 use std::sync::Mutex;
@@ -8,8 +8,8 @@ use super::transfer::Transfer;
 use crate::engine::report::{Fallback, Fell};
 use crate::sys::ring::{ENTRIES, Ring};
 
-/// A thread's ring for direct operations, with blocking calls for the rest. The ring would hand buffered writes to a
-/// kernel thread, one at a time per file.
+/// A thread's ring for direct operations. All other operations are blocking calls, because the ring would hand buffered
+/// writes to a kernel thread, one at a time per file.
 #[derive(Debug)]
 pub struct Uring {
     ring: Ring<Transfer>,
@@ -35,13 +35,13 @@ impl Backend for Uring {
     }
 }
 
-/// The refusal that no later attempt will change, and the process that met it. A child may be under other rules.
+/// A refusal that is permanent for this process, and the process that met it. Other rules may hold for a child.
 static REFUSED: Mutex<Option<(u32, i32)>> = Mutex::new(None);
 
 /// Sets up a ring for the calling thread, or returns why there is none and what helps.
 pub fn open() -> Result<Uring, Fallback> {
     let pid = std::process::id();
-    // Not waiting for the lock costs at most one more attempt. Waiting could last forever in a forked child.
+    // Not waiting for the lock costs at most one more attempt. A wait could last forever in a forked child.
     let known = REFUSED.try_lock().ok().and_then(|refused| *refused);
     if let Some((_, errno)) = known.filter(|(owner, _)| *owner == pid) {
         return Err(refusal(&io::Error::from_raw_os_error(errno)));

@@ -124,7 +124,7 @@ fn a_manifest_says_which_reader_it_needs() {
     assert!(matches!(&error, Error::Corrupt { .. }), "{error}");
 }
 
-/// The manifest with something in its place, under a checksum that fits.
+/// The manifest with a part replaced, and with a checksum that matches.
 fn forged(from: &str, to: &str) -> Vec<u8> {
     let text = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen(from, to, 1);
     let rest = text.split_once('\n').unwrap().1;

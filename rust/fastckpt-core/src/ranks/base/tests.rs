@@ -1,4 +1,4 @@
-//! The same jobs as in the tests of a rank's save, with a base.
+//! The jobs of the tests of a rank's save, with a base.
 
 use super::*;
 use crate::engine::content::Content;
@@ -7,8 +7,8 @@ use crate::format::groups;
 use crate::ranks::save::tests::{Job, LAYOUTS, RANKS, SHARD, options};
 use crate::save::{Contents, Request, save};
 
-/// Saves some bytes of a job's state in one process, tensors in the order of `names`: at other places in the files than
-/// in the layout of the job.
+/// Saves some tensors of a job's state in one process, in the order of `names`, so that their bytes have other places
+/// in the files than in the layout of the job.
 fn base_of(job: &Job, names: &[&str], bytes: &[Vec<u8>]) -> std::path::PathBuf {
     let path = job.path().with_extension("base");
     let chosen = |name: &&str| job.tensors.iter().position(|tensor| tensor.name == *name).unwrap();
@@ -44,7 +44,7 @@ fn bases(job: &Job) -> Vec<RankBase> {
     (0..RANKS).map(base).collect()
 }
 
-/// The findings of all ranks about a base, encoded and merged as in a tree.
+/// The findings of all ranks about a base, each encoded and decoded before they are merged.
 fn found(ranks: &[RankBase], path: &Path) -> Sums {
     let manifest = ranks[0].open(path).unwrap().unwrap();
     ranks[1..].iter().for_each(|rank| rank.know(path, &manifest).unwrap());
@@ -52,7 +52,7 @@ fn found(ranks: &[RankBase], path: &Path) -> Sums {
     for rank in ranks.iter().rev() {
         let own = rank.compare(&mut |_, _| true).unwrap().encode();
         assert_eq!(Sums::decode(&own).unwrap().encode(), own);
-        // A rank that gives nothing sums nothing.
+        // A rank that gives no bytes sums no bytes.
         assert!(own.is_empty() || Sums::decode(&own[..own.len() - 1]).is_err());
         all.add(Sums::decode(&own).unwrap());
     }
@@ -73,7 +73,7 @@ fn what_is_unchanged_is_found_however_it_is_spread_and_wherever_it_lay() {
     for layout in LAYOUTS {
         let job = Job::new(layout);
         assert_eq!(unchanged(&job, &base_of(&job, &names, &job.bytes)), [0, 1, 2, 3, 4, 5, 6], "{layout:?}");
-        // Without the others each lies elsewhere, in other blocks.
+        // Without the others, each tensor has another place, in other blocks.
         for some in [&["t.1", "t.4", "t.5"][..], &["t.2", "t.0"], &["t.6", "t.3"]] {
             let mut expected: Vec<usize> = some.iter().map(|name| name[2..].parse().unwrap()).collect();
             expected.sort_unstable();
@@ -99,7 +99,7 @@ fn a_single_other_byte_is_found() {
 #[test]
 fn a_change_that_leaves_one_of_the_two_checksums_as_it_was_is_found() {
     let (one, none) = (Pair::of(&[1]), Pair::zeros(1));
-    // A multiple of one polynomial: nothing but bytes that the checksum does not show.
+    // A multiple of one polynomial: it changes bytes only in a way that this checksum does not show.
     for (unseen, rest) in [(0, one.crc ^ none.crc), (1, one.xz ^ none.xz)] {
         let delta: Vec<u8> = [1].into_iter().chain(rest.to_le_bytes()).collect();
         let changed = Pair::of(&delta) ^ Pair::zeros(9);
@@ -126,7 +126,7 @@ fn a_tensor_of_which_bytes_are_missing_has_changed() {
     let body = ranks[0].base().unwrap().body();
     let some = ranks[1].compare(&mut |_, _| true).unwrap();
     assert_eq!(some.unchanged(&job.tensors, body), [None; 7]);
-    // A finding that is added twice is xored away, and its bytes do not add up.
+    // A finding that is added twice cancels itself (xor), and its bytes are counted twice.
     let mut twice = all.clone();
     twice.add(all);
     assert_eq!(twice.unchanged(&job.tensors, body), [None; 7]);
@@ -153,7 +153,7 @@ fn what_the_coordinator_says_fits_the_state() {
     let table = ranks[0].table().unwrap();
     assert!(table.plan.shards.iter().all(|shard| shard.linked.is_some()));
     assert_eq!(table.share.duties(0, Purpose::Save).unwrap().ranges, []);
-    // The workspace is removed with the coordinator's part.
+    // The workspace is removed when the coordinator's part is dropped.
     let entries = || std::fs::read_dir(job.path().parent().unwrap()).unwrap().count();
     assert_eq!(entries(), 2);
     ranks[0].close();
@@ -172,7 +172,7 @@ fn steps_come_in_order() {
     other.know(&path, &std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
     let taken = other.take(&job.path(), true, &Sums::default(), &mut |_, _| true);
     assert!(matches!(taken, Err(Error::Misused(_))));
-    // A path without a base is a warning.
+    // A path without a base causes a warning.
     let rank = bases(&job).remove(0);
     assert_eq!(rank.open(&path.join("none")).unwrap(), None);
     assert!(rank.prepared().linked.warnings[0].contains("every tensor was written"));

@@ -1,5 +1,5 @@
-//! Jobs of several ranks in one process, in little memory. The destinations of a rank are not host memory for the core;
-//! the tests of the binding have host memory that a device fills without a copy.
+//! Jobs of several ranks in one process, in little memory. For the core, the destinations of a rank are not host
+//! memory. The tests of the binding use host memory that a device fills without a copy.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,7 +27,7 @@ struct Saved {
     _parent: tempfile::TempDir,
     checkpoint: Arc<Checkpoint>,
     bytes: Vec<Vec<u8>>,
-    /// The number of ranks of a team, which have the same chunks.
+    /// The number of ranks of a team. All ranks of a team have the same chunks.
     team: u32,
     copies: u32,
 }
@@ -81,7 +81,7 @@ fn saved() -> Saved {
     }
 }
 
-/// The dimension that ranks have chunks of; without one, they have everything.
+/// The dimension along which ranks have chunks; `None` if each rank has everything.
 type Layout = Option<usize>;
 
 /// The part of `size` indices that `torch.chunk` gives to `rank` of `ranks`.
@@ -137,7 +137,7 @@ impl Saved {
             let place = Place::Push(Push::each(move |start: u64, from: &[u8]| {
                 let mut memory = lock(&memory);
                 let to = memory.get_mut(start as usize..start as usize + from.len());
-                to.ok_or("beyond the part")?.copy_from_slice(from);
+                to.ok_or("the bytes are beyond the part")?.copy_from_slice(from);
                 Ok(())
             }));
             places.insert((tensor, 0), place);
@@ -170,7 +170,7 @@ fn all_parts_are_filled_in_any_budget() {
             let loaded = loaded.into_iter().collect::<Result<Vec<_>>>().unwrap();
             let sum = |figure: fn(&Loaded) -> u64| loaded.iter().map(figure).sum::<u64>();
             assert_eq!(sum(|loaded| loaded.storage), total, "each byte is read once");
-            // A relay of a team sends bytes once more, unless it wants them itself.
+            // A relay of a team sends bytes once more, unless the relay wants them itself.
             let relayed = sum(|loaded| loaded.sent) - sum(|loaded| loaded.peers);
             assert_eq!(relayed > 0, team > copies);
             let duties = (0..RANKS).map(|rank| saved.share(layout).duties(rank, Purpose::Load).unwrap());
@@ -216,13 +216,13 @@ fn a_disk_that_fails_one_rank_fails_all_that_want_its_bytes() {
 fn a_rank_that_waits_ends_when_it_is_closed_or_interrupted() {
     let saved = saved();
     let (ranks, _) = saved.ranks(Some(1), BUDGET);
-    // No rank sends anything.
+    // No rank sends a message.
     thread::scope(|scope| {
         let waits =
             crate::ranks::mail::tests::spawn(scope, || ranks[0].read(true, &options(), &mut |_, _| true));
         ranks[0].close();
         let error = waits.join().unwrap().unwrap_err();
-        // It may have begun after the end.
+        // The load may have begun after the end.
         assert!(matches!(error, Error::Stopped(_) | Error::Misused(_)), "{error}");
     });
     let interrupted = ranks[1].read(true, &options(), &mut |_, _| false);

@@ -16,18 +16,18 @@ pub(in crate::ranks) fn spawn<'s, T: Send + 's>(
     builder().spawn_scoped(scope, body).unwrap()
 }
 
-/// A mail whose errors call messages by their numbers.
+/// A mail whose errors name messages by their numbers.
 fn new(outgoing: Vec<Envelope>, incoming: Vec<Envelope>, fill: Option<Fill>, budget: u64) -> Mail {
     let contents = Box::new(|message| format!("message {message}"));
     Mail::with_budget(outgoing, incoming, contents, fill, budget)
 }
 
-/// Puts the whole of a message in, all bytes the same.
+/// Fills a whole message with `byte`.
 fn put(mail: &Mail, message: usize, byte: u8) -> Result<()> {
     mail.put(message, 0, mail.outgoing[message].envelope.1, |to| to.fill(byte))
 }
 
-/// What the two threads of the caller do: moves a message that was packed to a mail that admitted it.
+/// Acts as the two threads of the caller: moves a packed message to the mail that admitted it.
 pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usize) {
     let buffer = lock(&from.outgoing[message].buffer);
     let mut state = lock(&to.state);
@@ -44,7 +44,7 @@ fn bring(mail: &Mail, message: usize) {
     mail.arrived(message).unwrap();
 }
 
-/// Sends all messages of a rank. `doors` lead to all others, who learn from their closing that no more will come.
+/// Sends all messages of a rank. `doors` lead to all other ranks. If a door closes, no more messages will come.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     for (message, (peer, _)) in mail.outgoing().enumerate() {
         mail.pack(message)?;
@@ -66,8 +66,8 @@ fn receive(mails: &[&Mail], rank: usize, doors: &[Receiver<usize>]) -> Result<()
     Ok(())
 }
 
-/// Breaks the connections of a rank whose messages do not move any more, as the end of its process group does. Without
-/// that, its senders would wait forever.
+/// Breaks the connections of a rank whose messages no longer move, as the end of its process group does. Otherwise, the
+/// senders of its messages would wait forever.
 fn moved(mails: &[&Mail], rank: usize, outcome: Result<()>) -> Result<()> {
     outcome.inspect_err(|_| mails.iter().for_each(|mail| mail.stop(&format!("rank {rank} has failed"))))
 }
@@ -119,7 +119,7 @@ fn a_message_is_complete_once_all_its_pieces_are_in() {
     misused(out.sent(0));
     misused(out.put(0, 5, 2, |_| unreachable!()));
     thread::scope(|scope| {
-        // It waits for the last piece, or comes after it.
+        // This thread waits for the last piece, or comes after it.
         let packed = spawn(scope, || out.pack(0));
         out.put(0, 0, 1, |to| to.copy_from_slice(b"m")).unwrap();
         assert_eq!(packed.join().unwrap().unwrap(), lock(&out.outgoing[0].buffer).as_ptr().addr());
@@ -140,7 +140,7 @@ fn a_message_is_complete_once_all_its_pieces_are_in() {
     drop(one);
     assert_eq!((held(&into), held(&out), into.moved(), out.moved()), ((0, 0), (0, 0), (0, 6), (6, 0)));
     misused(into.take(0, 0..4));
-    // Without bytes, nothing is waited for.
+    // A message without bytes needs no wait.
     out.pack(1).unwrap();
     out.sent(1).unwrap();
     for wrong in [0..0, 5..7] {
@@ -161,7 +161,7 @@ fn an_altered_message_is_given_to_nobody() {
         into.arrived(0).unwrap();
         misused(into.arrived(0));
         assert_eq!(into.altered(), None);
-        let Err(Error::Altered(text)) = into.take(0, 2..4) else { panic!("it was given") };
+        let Err(Error::Altered(text)) = into.take(0, 2..4) else { panic!("an altered message was taken") };
         assert!(text.starts_with("message 0: checksum is "), "{text}");
         assert_eq!(into.altered(), Some((0, text)));
         // A thread that waits for another message gets an error, too.
@@ -216,13 +216,13 @@ fn it_ends_when_nothing_is_being_filled() {
 
 #[test]
 fn what_a_relay_passes_on_waits_for_its_window_alone() {
-    // Two messages of a window, the last of which is relayed, and two of the next one.
+    // Two messages of one window, the second of which is relayed, and two of the next window.
     let mail = new(vec![(1, 8); 4], vec![], None, 8).relaying([(1, 0), (3, 2)].into_iter(), 0);
     let mail = Arc::new(mail);
     let may_put = |message| mail.may_put(&lock(&mail.state), message);
     put(&mail, 0, 0).unwrap();
-    assert!(may_put(1), "it takes nothing of the budget");
-    assert!(!may_put(3), "not before those of the first window were sent");
+    assert!(may_put(1), "a relayed message does not count in the budget");
+    assert!(!may_put(3), "it waits for the messages of the first window");
     mail.sent(0).unwrap();
     put(&mail, 2, 0).unwrap();
     assert!(!may_put(3));
@@ -231,7 +231,7 @@ fn what_a_relay_passes_on_waits_for_its_window_alone() {
     assert!(may_put(3));
     mail.sent(2).unwrap();
 
-    // No bytes of this rank can complete the next message, so the budget holds.
+    // This rank has no bytes that could complete the next message, so the budget holds.
     let mail = Arc::new(new(vec![(1, 8); 3], vec![], None, 8).relaying([(0, 0)].into_iter(), 0));
     put(&mail, 1, 0).unwrap();
     assert!(!mail.may_put(&lock(&mail.state), 2));
@@ -245,9 +245,9 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
     for message in [1, 2] {
         put(&mail, message, 0).unwrap();
     }
-    assert!(may_put(0) && may_put(3), "the next one is not complete, so nothing will be sent");
+    assert!(may_put(0) && may_put(3), "the next message is not complete, so nothing will be sent");
     put(&mail, 0, 0).unwrap();
-    assert!(!may_put(3), "the next one can be sent");
+    assert!(!may_put(3), "the next message can be sent");
     mail.sent(0).unwrap();
     assert!(!may_put(3));
     mail.sent(1).unwrap();
@@ -259,7 +259,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
     assert!(!may_admit(2));
     thread::scope(|scope| {
         let taken = spawn(scope, || mail.take(2, 0..8).map(|bytes| bytes.len()));
-        mail.admit(2).unwrap(); // because it is waited for
+        mail.admit(2).unwrap(); // because a thread waits for it
         assert!(!may_admit(3));
         bring(&mail, 2);
         assert_eq!(taken.join().unwrap().unwrap(), 8);
@@ -268,7 +268,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
     bring(&mail, 0);
     drop(mail.take(0, 0..8).unwrap());
     assert!(may_admit(3));
-    // A message that is larger than the budget goes alone.
+    // A message that is larger than the budget is alone in it.
     let large = new(vec![(1, 99)], vec![(1, 99)], None, 16);
     put(&large, 0, 0).unwrap();
     large.admit(0).unwrap();
@@ -305,7 +305,7 @@ fn stopping_ends_every_wait_with_the_first_reason() {
     pieces.sent(0).unwrap();
 }
 
-/// A number that looks random and follows from two others.
+/// A number that looks random and is determined by two others.
 fn drawn(seed: u64, number: u64) -> u64 {
     let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number.wrapping_mul(0xD1B5_4A32_D192_ED03);
     x ^= x >> 31;
@@ -316,7 +316,7 @@ fn drawn(seed: u64, number: u64) -> u64 {
 const RANKS: usize = 3;
 const SMALL: u64 = 100;
 
-/// The messages of three ranks in one order for all: sender, receiver, bytes, and their number in the lists of the two.
+/// The messages of three ranks in one order for all: sender, receiver, bytes, and their number in both lists.
 struct Traffic {
     messages: Vec<(usize, usize, u64, usize, usize)>,
     mails: Vec<Arc<Mail>>,
@@ -339,7 +339,7 @@ impl Traffic {
         Self { messages, mails: mails.collect() }
     }
 
-    /// Moves the messages that leave `rank`, in order; the receiving thread of the other rank takes part by its place.
+    /// Moves the messages that leave `rank`, in order, each once the receiving thread is at the same message.
     fn send(&self, rank: usize, places: &[AtomicUsize], arrived: &(Mutex<()>, Condvar)) -> Result<()> {
         let (lock_, changed) = arrived;
         for (number, &(from, to, _, message, there)) in self.messages.iter().enumerate() {
@@ -391,7 +391,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Puts all messages of `rank` in, each in two pieces, several threads at once. They take messages in order.
+    /// Puts all messages of `rank` in, each in two pieces. Several threads do so at once, and take messages in order.
     fn fill(&self, rank: usize, next: &AtomicUsize) -> Result<()> {
         let mail = &self.mails[rank];
         while let message = next.fetch_add(1, Ordering::Relaxed)
@@ -405,7 +405,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Takes all messages to `rank`, each in two pieces, several threads at once.
+    /// Takes all messages to `rank`, each in two pieces. Several threads do so at once.
     fn empty(&self, rank: usize, next: &AtomicUsize, taken: &AtomicU64) -> Result<()> {
         let to_here: Vec<_> = self.messages.iter().filter(|message| message.1 == rank).collect();
         while let Some(&&(.., bytes, message, there)) = to_here.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -421,7 +421,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Runs all threads. `stop` ends it once that many bytes were taken.
+    /// Runs all threads. `stop`: the number of taken bytes after which the mail is stopped.
     fn run(&self, pieces: bool, stop: Option<u64>) -> (u64, Vec<Result<()>>) {
         let places: Vec<_> = (0..RANKS).map(|_| AtomicUsize::new(usize::MAX)).collect();
         let counters: Vec<_> = (0..2 * RANKS).map(|_| AtomicUsize::new(0)).collect();

@@ -1,5 +1,5 @@
-//! Jobs of several ranks in one process. The memory of a rank lies elsewhere for the core; the tests of the binding
-//! have it where a device takes it without a copy.
+//! Jobs of several ranks in one process. For the core, the memory of a rank is not host memory. In the tests of the
+//! binding, it is where a device reads it without a copy.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -31,14 +31,14 @@ pub(in crate::ranks) enum Layout {
     Rows,
     Columns,
     Copies,
-    /// Rows, in teams of two.
+    /// As `Rows`, with teams of two ranks.
     Teams,
 }
 
 pub(in crate::ranks) const LAYOUTS: [Layout; 4] =
     [Layout::Rows, Layout::Columns, Layout::Copies, Layout::Teams];
 
-/// A state of a job, and where it is saved.
+/// A state of a job, and the path that it is saved to.
 pub(in crate::ranks) struct Job {
     parent: tempfile::TempDir,
     pub(in crate::ranks) tensors: Vec<TensorSpec>,
@@ -124,7 +124,7 @@ impl Job {
         RankSave::new(Arc::clone(&self.table), rank, self.held(rank), options, None).unwrap()
     }
 
-    /// The ranks, whose parts lie in memory, but for those of one rank.
+    /// The ranks. Their parts are in host memory, except the parts of one rank.
     fn in_memory(&self) -> Vec<RankSave> {
         let memory = |bytes: Vec<u8>| Content::Memory(Bytes::from(&*bytes.leak()));
         let part = |rank, tensor| {
@@ -139,14 +139,14 @@ impl Job {
         (0..RANKS).map(|rank| self.rank(rank, options())).collect()
     }
 
-    /// Makes the workspace, and lets all join it.
+    /// Creates the workspace, and makes all ranks join it.
     fn meet(&self, ranks: &[RankSave]) -> PathBuf {
         let name = ranks[0].create(&self.path(), true, &mut |_, _| true).unwrap();
         ranks[1..].iter().for_each(|rank| rank.join(&self.path(), &name).unwrap());
         self.parent.path().join(name)
     }
 
-    /// The same, and all allocate their files.
+    /// Like [`Self::meet`], and all ranks allocate their files.
     fn open(&self, ranks: &[RankSave]) -> PathBuf {
         let workspace = self.meet(ranks);
         for rank in &ranks[1..] {
@@ -155,7 +155,7 @@ impl Job {
         workspace
     }
 
-    /// The same state, saved by one process.
+    /// Saves the same state with one process.
     fn one(&self) -> PathBuf {
         let path = self.parent.path().join("one");
         let contents: Vec<_> = self.bytes.iter().map(|bytes| pull(bytes.clone())).collect();
@@ -190,7 +190,7 @@ fn commit<'a>(pieces: Vec<Piece>) -> Commit<'a> {
     Commit { pieces, structure: "[null]", metadata: "[1]", per_rank: "", files: &[], figures }
 }
 
-/// Sends all messages of a rank. `doors[r]` sends to rank `r`: dropping it says that no more will come.
+/// Sends all messages of a rank. `doors[r]` sends to rank `r`. Dropping it means that no more messages will come.
 fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     let [sent, _] = mail.travelling();
     for (message, (peer, _)) in sent {
@@ -200,7 +200,7 @@ fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
     Ok(())
 }
 
-/// Receives all messages of a rank. Where none comes any more, the mail of this rank is stopped.
+/// Receives all messages of a rank. If no more messages come, the mail of this rank is stopped.
 fn receive(ranks: &[RankSave], rank: usize, doors: &[Receiver<usize>]) -> Result<()> {
     let mail = ranks[rank].mail();
     let [_, received] = mail.travelling();
@@ -218,7 +218,7 @@ fn receive(ranks: &[RankSave], rank: usize, doors: &[Receiver<usize>]) -> Result
     Ok(())
 }
 
-/// Lets all ranks write, with their mail. Returns what each has reported.
+/// Makes all ranks write while their mail runs. Returns the result of each rank.
 fn write(ranks: &[RankSave]) -> Vec<Result<Report>> {
     let (mut ins, mut outs) = (Vec::new(), Vec::new());
     for _ in ranks {
@@ -226,7 +226,7 @@ fn write(ranks: &[RankSave]) -> Vec<Result<Report>> {
         ins.push(senders);
         outs.push(receivers);
     }
-    // Door `from` of rank `to` is the one that rank `from` has for it.
+    // Door `from` of rank `to` is the one that rank `from` uses for it.
     let doors = (0..ranks.len()).map(|from| ins.iter().map(|doors| doors[from].clone()).collect::<Vec<_>>());
     let doors: Vec<_> = doors.collect();
     drop(ins);
@@ -255,7 +255,7 @@ fn pieces(ranks: &[RankSave]) -> Vec<Piece> {
     ranks.iter().flat_map(|rank| rank.pieces().unwrap()).collect()
 }
 
-/// Has the ranks read each other's memory, in this one process. Returns the bytes that no message has.
+/// Makes the ranks read each other's memory, in this one process. Returns the number of bytes that no message carries.
 fn share(ranks: &[RankSave]) -> u64 {
     let all: Vec<u32> = (0..ranks.len() as u32).collect();
     let given: Vec<_> = ranks.iter().map(|rank| rank.addresses(&all)).collect();
@@ -288,7 +288,7 @@ fn ranks_write_what_one_process_writes() {
         let exchanged =
             ranks.iter().map(RankSave::exchanged).fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
         assert!(exchanged.0 == exchanged.1 && (exchanged.0 == 0) == matches!(layout, Layout::Copies));
-        // What is relayed goes by messages, and so does what callbacks copy.
+        // Bytes that are relayed or that callbacks copy go by messages.
         assert!((read, exchanged.0) == (0, 0) || (read < exchanged.0 && (read > 0) == near), "{layout:?}");
         let relays = ranks.iter().any(|rank| !rank.duties.relays.is_empty());
         assert_eq!(relays, matches!(layout, Layout::Teams));
@@ -328,7 +328,7 @@ fn a_disk_that_fails_one_rank_fails_the_save() {
                     other => assert!(rank != broken && other.is_ok(), "{other:?}"),
                 }
             }
-            // The workspace is there until the coordinator has closed: others are not to fail for its absence.
+            // The workspace stays until the coordinator closes, so that other ranks do not fail because it is missing.
             assert_eq!(job.entries().len(), 2, "{:?}", job.entries());
             let broken = &ranks[broken as usize];
             assert!(matches!(broken.pieces(), Err(Error::Misused(_))));
@@ -502,7 +502,7 @@ fn a_late_rank_does_not_touch_a_published_checkpoint() {
         Checkpoint::open(&job.path()).unwrap().body().shards.iter().map(|shard| changed(&shard.file)).max()
     };
     let before = changed();
-    // Its descriptor of the directory is now one of the checkpoint.
+    // The descriptor of the directory now belongs to the published checkpoint.
     let error = late.write(&mut |_, _| true).unwrap_err();
     assert!(error.to_string().contains("it is sealed"), "{error}");
     assert_eq!(changed(), before);
@@ -556,8 +556,8 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
     job.open(&ranks);
     let stage = ranks[0].stage().unwrap();
     let Stage::Open(_, work) = &*stage else { panic!("it is open") };
-    assert!(!work.is_ready(0).unwrap(), "nothing has come");
-    // Of all tensors, those in the unit, as far as they lie in it.
+    assert!(!work.is_ready(0).unwrap(), "no message has arrived");
+    // The bytes of all tensors in the unit, as far as they are in it.
     let Unit { shard, start, end } = work.unit(0);
     let placement = job.table.plan.shards[shard].placements[0];
     let bytes = start.max(placement.offset) - placement.offset..end.min(placement.end()) - placement.offset;

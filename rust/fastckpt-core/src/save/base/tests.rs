@@ -11,7 +11,7 @@ use crate::save::{Contents, Request, save};
 
 const SIZE: usize = 5000;
 
-/// A state whose tensors are called `m.a`, `m.b`, ... and filled with these numbers, each.
+/// Saves a state whose tensors are called `m.a`, `m.b`, ... and are each filled with one of these numbers.
 fn written(path: &Path, base: Option<&Path>, fills: &[u8], frozen: &[bool]) -> Report {
     let spec = |index: usize| TensorSpec {
         name: format!("m.{}", char::from(b'a' + index as u8)),
@@ -44,7 +44,7 @@ fn written(path: &Path, base: Option<&Path>, fills: &[u8], frozen: &[bool]) -> R
     save(&request, &Options::default(), &mut |_, _| true).unwrap()
 }
 
-/// The same, and reads it again.
+/// Like [`written`], and reads the state again.
 fn saved(path: &Path, base: Option<&Path>, fills: &[u8], frozen: &[bool]) -> Report {
     let report = written(path, base, fills, frozen);
     let found = Checkpoint::open(path).unwrap();
@@ -60,7 +60,7 @@ fn body(path: &Path) -> Body {
     Checkpoint::open(path).unwrap().body().clone()
 }
 
-/// Changes a byte of a file, at the time that the file has.
+/// Changes a byte of a file, but keeps the file's time.
 fn damage(path: &Path, at: usize) {
     let time = std::fs::metadata(path).unwrap().modified().unwrap();
     let mut bytes = read(path).unwrap();
@@ -101,7 +101,7 @@ fn what_is_said_to_be_frozen_is_linked_from_the_second_save_on() {
     saved(&one, None, &[1, 2, 3], &[true, false, true]);
     let report = saved(&two, Some(&one), &[1, 7, 3], &[true, false, true]);
     assert_eq!((report.linked.files, report.bytes), (1, SIZE as u64));
-    // A tensor that changes although it is frozen is written, and so are its companions.
+    // A frozen tensor that changes nevertheless is written, and so are the other tensors of its shard.
     let report = saved(&one, Some(&two), &[9, 7, 3], &[true, false, true]);
     assert_eq!((report.linked.files, report.bytes), (1, 2 * SIZE as u64));
     let shards = body(&one).shards;
@@ -115,7 +115,7 @@ fn damage_of_a_base_is_not_inherited() {
     saved(&path("base"), None, &[1, 2], &[]);
     let shard = &body(&path("base")).shards[0];
     let file = path("base").join(&shard.file);
-    // A program wrote to the file, and its time shows it.
+    // A program wrote to the file, so its time has changed.
     let bytes = read(&file).unwrap();
     let mut other = bytes.clone();
     other[shard.bytes as usize - 1] ^= 1;
@@ -123,11 +123,11 @@ fn damage_of_a_base_is_not_inherited() {
     let report = saved(&path("new"), Some(&path("base")), &[1, 2], &[]);
     assert_eq!(report.linked.files, 0);
     assert!(report.warnings[0].contains("checksum is"), "{:?}", report.warnings);
-    // The time alone is no damage: the file is read, and linked.
+    // A changed time alone is not damage: the file is read, and linked.
     write(&file, &bytes).unwrap();
     let report = saved(&path("new"), Some(&path("base")), &[1, 2], &[]);
     assert_eq!((report.linked.files, report.warnings.len()), (1, 0));
-    // It is too short.
+    // The file is too short.
     write(&file, &bytes[1..]).unwrap();
     let report = saved(&path("short"), Some(&path("base")), &[1, 2], &[]);
     assert!(report.warnings[0].contains("bytes, expected"), "{:?}", report.warnings);
@@ -202,7 +202,7 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
     let error = link().unwrap_err();
     assert!(error.to_string().contains("cannot link"), "{error}");
     assert!(!workspace.path_of(&provisional(0)).exists());
-    // A name that is taken is not replaced.
+    // An existing file is not replaced.
     write(workspace.path_of(&provisional(0)), "text").unwrap();
     assert!(link().is_err());
     assert_eq!(read(workspace.path_of(&provisional(0))).unwrap(), b"text");
@@ -212,7 +212,7 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
 
 #[test]
 fn linked_shards_grow_by_doubling() {
-    // In each save one more tensor of one byte stops changing: the number of shards after all saves.
+    // In each save, one more tensor of one byte stops changing. Computes the number of shards after all saves.
     let taken = |bytes: u64| LinkedShard { group: 0, placements: Vec::new(), bytes };
     let mut shards: Vec<u64> = Vec::new();
     let mut most = 0;
@@ -230,7 +230,7 @@ fn linked_shards_grow_by_doubling() {
     }
     assert_eq!(shards.iter().sum::<u64>(), 1000);
     assert!(most <= 11 && rewritten <= 1000 * 11, "{most} shards, {rewritten} bytes written again");
-    // Full shards stay.
+    // Full shards stay as they are.
     let whole = vec![(0, taken(600)), (1, taken(100))];
     let kept = worth_linking(whole, vec![700], 1000);
     assert_eq!(kept.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0]);
@@ -298,7 +298,7 @@ fn what_is_brought_to_be_compared_stays_within_the_memory_of_a_save() {
     most.store(0, Ordering::Relaxed);
     let same = unchanged(&tensors, &contents, &body(&path), &Options::default(), &mut |_, _| true).unwrap();
     assert!(same.iter().all(Option::is_some));
-    // docs/design.md, Memory.
+    // The bound in docs/design.md, Memory.
     let bytes = most.load(Ordering::Relaxed) * MOST_THREADS as u64;
     assert!(bytes > 0 && bytes <= 96 << 20, "{bytes}");
 }

@@ -1,5 +1,5 @@
-//! Whether the members of a team write at the same time. Their messages are played on a clock, with the budgets of
-//! [`Mail`] and as fast a network as storage. Nothing is measured.
+//! Tests whether the members of a team write at the same time. Their messages are simulated with a clock, the budgets
+//! of [`Mail`], and a network as fast as the storage. Nothing is measured.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -9,10 +9,10 @@ use crate::share::{Duties, Item, Message, Placement, Purpose, Share, Spread, Ten
 
 const MEMBERS: u32 = 16;
 const BLOCK: u64 = 4 << 20;
-/// Bytes that a rank sends, and writes, in one tick.
+/// The number of bytes that a rank sends, and writes, in one tick.
 const TICK: u64 = 1 << 20;
 
-/// A team whose pieces are short: a block needs some of each member. Four members send as much to one as the budget.
+/// A team with short pieces: a block needs some bytes of each member. What four members send to one fills its budget.
 fn team() -> Share {
     let mut files = [(PAGE, PAGE); 4];
     let tensor = |number: usize| {
@@ -32,37 +32,37 @@ fn team() -> Share {
 /// A place of a message in an order.
 type Key = fn(&Share, &Message) -> (usize, u64);
 
-/// A message, and its number among those from the same rank to the same rank.
+/// A message, and its number among the messages from the same sender to the same receiver.
 type Numbered = (Message, usize);
 
 /// A member of the team.
 struct Member {
     outgoing: Vec<Numbered>,
     incoming: Vec<Numbered>,
-    /// The outgoing messages that are packed end here, and those before `sent` have left, as has all of `away`.
+    /// The number of packed outgoing messages. Messages before `sent`, and all in `away`, have left.
     packed: usize,
     sent: usize,
     away: HashSet<usize>,
     /// The place in `incoming` of each message, by peer and number.
     places: HashMap<(u32, usize), usize>,
     here: HashSet<usize>,
-    /// The incoming messages before `next` were admitted. Those before `demanded` are, whatever the budget.
+    /// Incoming messages before `next` were admitted. Those before `demanded` are admitted whatever the budget.
     next: usize,
     demanded: usize,
     /// Bytes of buffers.
     outgoing_held: u64,
     incoming_held: u64,
-    /// Its blocks in order, with the messages that each of them needs; in how many blocks each message is.
+    /// The member's blocks in order, with the messages that each needs, and how many blocks use each message.
     blocks: Vec<HashSet<usize>>,
     uses: Vec<usize>,
     written: usize,
-    /// Bytes of the block that it writes which are left, and the ticks in which it wrote.
+    /// The bytes left to write of the current block, and the ticks in which the member wrote.
     left: u64,
     busy: u64,
 }
 
 impl Member {
-    /// The member with these duties. With a key its messages are in that order, else in their own.
+    /// The member with these duties. Its messages are in the order of `key`, or in their own order without a key.
     fn new(share: &Share, duties: &Duties, key: Option<Key>) -> Self {
         let numbered = |messages: &[Message]| {
             let mut counts = HashMap::<u32, usize>::new();
@@ -131,7 +131,7 @@ impl Member {
         }
     }
 
-    /// Notes that a message has left. Buffers are freed in order.
+    /// Records that a message has left. Buffers are freed in order.
     fn leaves(&mut self, message: usize) {
         self.away.insert(message);
         while self.away.remove(&self.sent) {
@@ -140,7 +140,7 @@ impl Member {
         }
     }
 
-    /// Writes for a tick, if all that the next block needs is here.
+    /// Writes for a tick, if all messages that the next block needs are here.
     fn write(&mut self) {
         let Some(block) = self.blocks.get(self.written) else { return };
         if !block.is_subset(&self.here) {
@@ -167,7 +167,7 @@ fn place(share: &Share, item: &Item) -> (usize, u64) {
     (tensor.shard, tensor.offset + item.bytes.start)
 }
 
-/// Plays a save of the team: which part of its members writes at a time, over the whole of it.
+/// Simulates a save of the team. Returns the mean share of its members that write at the same time.
 fn busy(share: &Share, duties: &[Duties], key: Option<Key>) -> f64 {
     let mut team: Vec<_> = duties.iter().map(|duties| Member::new(share, duties, key)).collect();
     let mut ticks = 0;
@@ -176,7 +176,7 @@ fn busy(share: &Share, duties: &[Duties], key: Option<Key>) -> f64 {
         assert!(ticks < 100_000, "members wait for each other in a circle");
         team.iter_mut().for_each(Member::prepare);
         for rank in 0..MEMBERS {
-            // The first one that is packed, and whose memory is ready at its receiver.
+            // The first packed message for which the receiver has memory.
             let sender = &team[rank as usize];
             let ready = (sender.sent..sender.packed).filter(|message| !sender.away.contains(message));
             let goes = ready.map(|message| {
@@ -202,7 +202,7 @@ fn the_members_of_a_team_write_at_the_same_time() {
     let duties: Vec<_> = duties.collect();
     let found = busy(&share, &duties, None);
     assert!(found >= 0.9, "{found:.2} of the members write at a time");
-    // In the order of files, which is one order of all messages, too, all would serve one member after another.
+    // In the order of files, which is a common order, too, all would serve one member after another.
     let found = busy(&share, &duties, Some(|share, message| place(share, &message.items[0])));
     assert!(found < 0.5, "{found:.2} of the members write at a time in the order of files");
 }
