@@ -34,18 +34,18 @@ _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
     """Remove the checkpoint at ``path``.
 
-    It loses its name in one durable step, and then its files: half of it is never visible. If the process is killed in
-    between, files stay under a temporary name; the next save into the same parent directory removes them. Readers of
-    the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and that a load
-    would restore, is removed as well. At a URL the manifest is removed first, which ends the checkpoint; a second call
-    removes what a killed call left.
+    The checkpoint loses its name in one durable step, and then its files: half of it is never visible. If the process
+    is killed in between, files stay under a temporary name; the next save into the same parent directory removes them.
+    The call does not wait for readers. An old copy of it that a killed save left under a temporary name, and that a
+    load would restore, is removed as well. At a URL the manifest is removed first, which ends the checkpoint; a second
+    call removes what a killed call left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md).
             The removal waits for an asynchronous save in flight to it.
         force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they are an
             error that names the first of them. Directories and links in it are always an error.
-        files: names of further files of it, which its save added with ``files=``.
+        files: names of further files of the checkpoint, which its save added with ``files=``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -69,7 +69,7 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
         return
     in_flight.wait_for_paths(target)
     if files and not force and (found := strange_in(target, files)):
-        why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
+        why = f"remove: it holds `{found[0]}`, which is not part of the checkpoint: move that elsewhere"
         raise OSError(errno.ENOTEMPTY, why, target)
     _core.remove(target, [*files], bool(force))
 
