@@ -34,7 +34,7 @@ def copy(
         io: an :class:`IO` with ``bandwidth_limit``, the bytes per second that the copy may move, and ``progress``.
 
     Returns:
-        The report. ``report.was_there`` is true if ``target`` held this checkpoint already, and nothing was done.
+        The report. ``report.was_there`` is true if ``target`` already held this checkpoint and nothing was copied.
 
     Raises:
         CorruptCheckpointError: a file of the source is damaged or missing; nothing is at ``target``.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: The most and the fewest bytes of staging memory of an operation.
 STAGING, LEAST_STAGING = 256 << 20, 32 << 20
-#: Bytes of it that are pinned at a time: the first copy waits for the first piece.
+#: Bytes of staging memory to pin at a time: the first copy waits for the first piece.
 _STAGING_PIECE = 32 << 20
 
 #: Free memory. The lists change in atomic steps only, so that signal handlers may save, too.
@@ -91,7 +91,7 @@ class Memory:
             self.registration = None
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         self._unpin()
         self.core.close()
 
@@ -136,14 +136,14 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
 
 @contextlib.contextmanager
 def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
-    """A context with staging memory for an operation between files and devices; the core no longer uses it at the end.
+    """A context with staging memory for an operation between files and devices; at its end, the core no longer uses it.
 
     Args:
         devices: the ``torch.device`` objects that it copies from or to.
         nbytes: bytes that it moves in all.
 
     Yields:
-        The memory, which is being pinned, for the core ``.core`` of it; None without devices or bytes.
+        The memory, which is being pinned (pass ``.core`` to the core); None without devices or bytes.
     """
     devices = tuple(devices)
     if not devices or not nbytes:

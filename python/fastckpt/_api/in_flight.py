@@ -20,7 +20,7 @@ class SaveInFlight:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
         group: the ranks that save together; None for a save of one process.
-        operation: its turn among those of ranks; None for a save of one process.
+        operation: its turn among the operations of the ranks; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
     """
@@ -36,7 +36,7 @@ class SaveInFlight:
 def can_wait_for(save: SaveInFlight) -> bool:
     """Whether this thread can wait for a save: not if the save waits for this thread.
 
-    That is so if the thread prepares it, below a signal handler, or is in an earlier turn of the ranks.
+    A save waits for this thread if a signal handler interrupted its preparation, or if this thread has an earlier turn.
     """
     if save.operation is not None and save.operation.waits_for_caller():
         return False
@@ -55,8 +55,8 @@ _in_flight: list[SaveInFlight] = []
 #: One event for each caller that waits to be admitted: the end of any save sets all of them.
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
-# Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
-# for them in the interrupted holder would never end.
+# Guards only the count in `admit`. It is reentrant for signal handlers. Writing threads never take it: a handler that
+# waits for them while the interrupted code holds it would never end.
 _admission = RLock()
 _exiting = False
 _registered = False
@@ -70,7 +70,7 @@ def admit(save: SaveInFlight, most: int) -> None:
     """
     _register()
     while True:
-        # Before the count: otherwise a save could end in between.
+        # The event is added before the count: otherwise a save could end in between.
         ended = Event()
         _waiting.append(ended)
         with _admission:
@@ -132,7 +132,7 @@ def failed(failure: Failure) -> None:
 
 
 def asked(error: BaseException) -> None:
-    """The caller has seen ``error``."""
+    """Record that the caller has seen ``error``."""
     for failure in tuple(_unasked):
         if failure.error is error:
             _unasked.remove(failure)
@@ -153,7 +153,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
             continue
         try:
             _unasked.remove(failure)
-        except ValueError:  # another thread has told it
+        except ValueError:  # another thread has reported it
             continue
         error = failure.error
         if hasattr(error, "add_note"):  # since Python 3.11

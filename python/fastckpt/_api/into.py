@@ -51,7 +51,7 @@ def _memory_of(item: Occurrence) -> Any:
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
-    """For each position of the whole structure, its position in the selected part; the same if all is selected."""
+    """The position in the selected part for each position of the whole structure; the same if all is selected."""
     return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
@@ -73,7 +73,7 @@ class Into:
         path: its path, for messages.
         into: the state.
         targets: the requests of the read.
-        types: the types that are known.
+        types: the known types.
         strict: whether each side must have all tensors of the other side.
         spreads: describes tensors that are spread over ranks; without it they are refused.
         shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
@@ -112,7 +112,7 @@ class Into:
             for item in self.flat.occurrences
             if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
         }
-        # The base of an expanded tensor is given in its place.
+        # For an expanded tensor, `given` has its base at the same place.
         self._expanded = {item.place: item for item in self.flat.occurrences if item.token.startswith('["expanded"')}
         self._bases: set[int] = set()
         self.missing: tuple[str, ...] = ()
@@ -126,11 +126,11 @@ class Into:
         self._composed: dict[int, Any] = {}
         #: The number of the stored tensor that fills a tensor of into, by its tie.
         self._ties: dict[Any, int] = {}
-        #: The layout in memory of the same tensors, by their ties.
+        #: The layout in memory of each tensor of into, by its tie.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()
-        #: A value that does not fit: its parts are not reported again.
+        #: Places of values that do not fit: their parts are not reported again.
         self._unfit: set[Place | None] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
@@ -145,7 +145,7 @@ class Into:
 
     @staticmethod
     def _owner(owners: dict[Place, Owner], place: Place) -> tuple[Owner | None, Place]:
-        """The object whose state contains ``place``, and which entry of it that is."""
+        """The object whose state contains ``place``, and the entry of that state that contains it."""
         entry, at = place, place if owners else None
         while at is not None:
             owner = owners.get(at)
@@ -184,7 +184,7 @@ class Into:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: they do not fit, or ``into`` has other values. It lists all differences.
+            StructureMismatchError: tensors do not fit, or ``into`` has other values. It lists all differences.
             CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)
@@ -214,7 +214,7 @@ class Into:
         try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
-        # In the order in which they are finished: an inner container before the outer one.
+        # Values are sorted in the order in which they are finished: an inner container before the outer one.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
         self._regions = sorted(
             ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
@@ -246,14 +246,14 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Record that a tensor is new if it was chosen, as a tensor in a key may be."""
+        """Record that a tensor will be new, if it is chosen: a tensor in a key may be chosen."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:
             self._composed[item.position] = None
 
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
-        """Why a tensor does not fit the value in its place, or None; one without a place is added to ``lacking``."""
+        """Why a tensor does not fit the value in its place, or None; add it to ``lacking`` if it has no place."""
         item, given = entry.item, entry.given
         if given is not None:
             return self._fit(item, given)
@@ -385,7 +385,7 @@ class Into:
                 if place not in starts:
                     continue
                 known = chosen.setdefault(first, place)
-                # They may differ in parts that were not chosen.
+                # The values may differ in parts that were not chosen.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
                     why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
                     self._mismatches.add(starts[place], why)

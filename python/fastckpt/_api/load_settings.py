@@ -76,7 +76,7 @@ class LoadSettings(Settings):
         check_rename,
         "other keys: a dict of new keys by old ones, or a function of the key, such as "
         '``fastckpt.strip_prefix("module.")``. It changes every dict key that is a string, after the names in the file '
-        "have been chosen from, and before the comparison with ``into``.",
+        "have been selected, and before the comparison with ``into``.",
     )
     framework: str = option(
         "auto",

@@ -72,7 +72,7 @@ class Exporter:
         )
 
     def export(self, ended: Ended) -> None:
-        """One span with a span for each phase, below the current one; and the metrics."""
+        """Record one span below the current one, with a span for each phase in it, and the metrics."""
         begin = ended.at - round(ended.seconds * 1e9)
         # Megatron-LM wraps this span in its own spans: the time must not be counted twice under their names.
         around = getattr(trace.get_current_span(), "name", "")
@@ -109,7 +109,7 @@ class Exporter:
         report, failure = ended.report, _failure(ended)
         if isinstance(ended.error, CancelledError):
             return
-        # With the span's context an exemplar leads from a bucket to its trace.
+        # With the span's context, an exemplar leads from a bucket to its trace.
         context = trace.set_span_in_context(span)
         labels: dict[str, Any] = {
             "fastckpt.operation": ended.operation,

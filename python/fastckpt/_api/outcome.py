@@ -61,7 +61,7 @@ def conclude(report: _R) -> _R:
 
 
 def tell(report: Report) -> None:
-    """Log it."""
+    """Log the report."""
     if report.fallback is not None and report.fallback not in _told:
         _told.add(report.fallback)
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)

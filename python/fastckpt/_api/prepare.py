@@ -82,7 +82,7 @@ def prepare(
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
 
     Raises:
-        MemoryError: it needs more memory than this process may use.
+        MemoryError: the load needs more memory than this process may use.
     """
     with paused():
         stored = reader.tensors()

@@ -23,7 +23,7 @@ _NEAR = 0.9
 def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
     """Compare the memory that a load fills with the memory that is left.
 
-    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load equally much, in one control group: a warning counts all.
+    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load equal amounts, in one control group: a warning counts all.
 
     Args:
         source: the checkpoint, for messages.

@@ -66,8 +66,8 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
     Warns:
         RuntimeWarning: a class of a value is not declared in this program, so that a load would refuse it, or is in
-            ``__main__`` without another name; or an attribute besides the fields of a dataclass cannot be stored. It is
-            given once for each; a filter that turns warnings into errors ends the save before anything is written. Or
+            ``__main__`` without another name; or an attribute besides the fields of a dataclass cannot be stored. Each
+            warning is given once; a filter that turns warnings into errors ends the save before anything is written. Or
             an earlier asynchronous save failed, and its result was never requested: this save warns of it at its end.
 
     Example:

@@ -32,7 +32,7 @@ class Patterns:
         operation: the word that error messages begin with.
 
     Raises:
-        TypeError: one is not a string.
+        TypeError: a pattern is not a string.
     """
 
     def __init__(self, argument: str, patterns: Iterable[Any], operation: str = "load") -> None:

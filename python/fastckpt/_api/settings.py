@@ -121,7 +121,7 @@ class Settings:
         return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in checks})
 
     def alike(self) -> dict[str, Any]:
-        """The options that all ranks of a job have to give alike, by name as errors have it."""
+        """The options that must be equal on all ranks of a job, by their names in errors."""
         return {f"{name}=": getattr(self, name) for name, one in self.options().items() if one.alike}
 
     def kept(self) -> list[tuple[str, str]]:
