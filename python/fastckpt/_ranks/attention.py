@@ -17,7 +17,7 @@ _HELD_BACK = 256 << 20
 
 
 class Attention:
-    """Called often, from the thread that waits.
+    """Signals that a rank is alive and checks the operation, whenever the waiting thread calls it.
 
     Args:
         operation: the operation.
@@ -25,7 +25,7 @@ class Attention:
         bandwidth: this rank's limit in bytes per second; None for no limit.
 
     Attributes:
-        exchange: the messages, once they are sent.
+        exchange: the exchange of messages, once it has begun.
         limit: seconds after which a single message fails, regardless of the other ranks.
     """
 
@@ -39,7 +39,7 @@ class Attention:
         self._moved = time.monotonic()
 
     def __call__(self, done: int = 0, total: int = 0) -> None:
-        """``done`` counts the bytes that this rank has written or read, of ``total``.
+        """Signal and check. ``done`` counts the bytes that this rank has written or read, of ``total``.
 
         Raises:
             RanksError: the operation has failed at another rank.

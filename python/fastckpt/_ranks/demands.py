@@ -138,7 +138,7 @@ class Demands:
 
     @property
     def targets(self) -> RankTargets:
-        """The memory; ``drain`` as in a load of one process."""
+        """The memory to fill; its ``drain`` is that of a load of one process."""
         targets = self.prepared.targets
         assert isinstance(targets, RankTargets)  # noqa: S101 - it was made so
         return targets
@@ -187,7 +187,7 @@ def demands(
 
 
 def bitmap(numbers: set[int], size: int) -> str | None:
-    """Numbers below ``size`` as text; None for none."""
+    """The bitmap of numbers below ``size``, as text; None if there are no numbers."""
     if not numbers:
         return None
     bits = np.zeros(size, np.bool_)
@@ -252,7 +252,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # The number of equal demands before: a rank can want a tensor that is stored once several times.
+            # `seen` counts equal demands: a rank can want a tensor several times that is stored once.
             alike = (tensor, 0 if wish is None or wish.is_whole else spread if wish.boxes is None else -1)
             before = seen.get(alike, 0)
             pieces = pieces_of(wish, nbytes)
@@ -286,7 +286,7 @@ class Wanting:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """The first message: digests of the demands, whether all must be wanted, unwanted tensors here."""
+        """The first message: digests of the demands, whether the load is strict, and tensors unwanted here."""
         return [*self.local.told.digests, self.local.prepared.settings.strict, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
@@ -317,7 +317,7 @@ class Wanting:
         return bool(verdict[0] != EQUAL)
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """The second message up."""
+        """The second message, to the coordinator."""
         return self.local.told.offer(verdict[0])
 
     def unite(self, combined: bytes) -> bytes:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.member import Member
 
-#: The version that ranks compare. With another plan they would mistake these bytes for those of other tensors.
+#: The version that ranks compare. With different plans, they would take bytes of one tensor for another's.
 VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
@@ -36,11 +36,11 @@ class Message:
     more: int
     #: The combined value; nothing if there are failures.
     value: Any
-    #: The calls of these ranks, each with the calls that its ranks have abandoned; None: too many.
+    #: The calls of these ranks, each with the calls that its ranks have abandoned; None if too many.
     met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the message as bytes."""
         own = [self.called, self.name, [list(one) for one in self.failures], self.more, self.value, self.met]
         return words.encode([VERSION, own])
 

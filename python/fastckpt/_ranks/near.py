@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     Swap = Callable[[Mapping[int, bytes], Mapping[int, int]], dict[int, bytes]]
 
-#: Up to this many ranks, each asks for the processes of all.
+#: In a group of up to this many ranks, each rank asks for the processes of all.
 _FEW = 32
 #: Bytes of an address.
 _ADDRESS = 8
 
 
 class Neighbours(NamedTuple):
-    """The other ranks of a rank's host, as far as each may read the memory of the other.
+    """The other ranks of a rank's host that may read its memory, and whose memory it may read.
 
     Attributes:
-        processes: the process of each other rank whose memory this one may read, and which may read that of this one.
-        why: why there are others; empty if there are none.
+        processes: the process of each of these ranks, by rank.
+        why: why other ranks of the host are left out; empty if none are.
     """
 
     processes: Mapping[int, int]
@@ -43,8 +43,8 @@ class Shared(NamedTuple):
 
     Attributes:
         readers: the ranks that read this rank's memory.
-        read: the ranks whose memory this one reads.
-        nbytes: the bytes that it reads.
+        read: the ranks whose memory this rank reads.
+        nbytes: the bytes that this rank reads there.
         why: why bytes of other ranks of its host are sent as messages; empty if none are.
     """
 

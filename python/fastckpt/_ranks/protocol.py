@@ -98,7 +98,7 @@ class _Listening:
     now: float
     waiting: set[int]
     silence: Silence
-    #: When it last listened: while it listens to one rank after another, the remaining ones seem silent.
+    #: When this rank last listened: while it listens to one rank after another, the remaining ones seem silent.
     listened: float
     #: When the failure of the turn became known.
     failed: float | None = None
@@ -150,7 +150,7 @@ class Turn:
         #: groups check less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
-        #: Seconds of work until it checks which ranks are silent.
+        #: Seconds of work until this rank checks which ranks are silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
         #: The ranks that this rank listens to while it works.
@@ -160,11 +160,11 @@ class Turn:
     def _begin(self) -> None:
         """Start a turn: the first, or the next one if the turn belonged to another call."""
         self._number: int | None = None
-        #: Rounds that it has begun.
+        #: The number of rounds that this rank has begun.
         self.rounds = 0
-        #: Whether it is in a round, not between two.
+        #: Whether this rank is in a round, not between two.
         self.inside = False
-        #: Whether it has the verdict of its last round, or has left without one.
+        #: Whether this rank has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
         #: Messages that arrived since the last round.
@@ -192,7 +192,7 @@ class Turn:
     def is_repeated(self) -> bool:
         """Whether nothing distinguishes this call from an earlier save of these ranks.
 
-        A step does, even if the run has gone back and saves it again.
+        A step distinguishes a call, even if the run has gone back and saves this step again.
         """
         return self._label is None and STEP not in self.marks and self.called.is_like(self.member.saved)
 
@@ -210,7 +210,7 @@ class Turn:
 
     def take_number(self) -> None:
         """Become the next turn, unless it has a number or a label."""
-        # Several threads and signal handlers may run this, but none between lines without a call.
+        # Several threads and signal handlers may run this, but cannot interrupt it between lines without a call.
         if self._number is None and self._label is None:
             self._number = self.member.turn
             self.member.turn += 1
@@ -679,7 +679,7 @@ class Turn:
         """Whether the turn that this rank is about to leave has failed without it, for another call."""
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
-        # A rank that leaves for good, whatever call the others are in, tells the ranks that are in a later call.
+        # A rank that leaves for good, whatever call the others are in, also informs the ranks that are in a later call.
         calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LISTED, _SIDES = 10, 4
 #: Bytes of a tensor that ranks send each other to measure the difference.
 _SHOWN = 16 << 10
-#: Bytes between two updates of the monitor.
+#: The most bytes of a text for the monitor.
 _TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "

@@ -35,7 +35,7 @@ class Session:
         self.link.drop()
 
     def apart(self) -> Peers:
-        """The same ranks, with turns that wait for no save or load; all ranks call it in the same order."""
+        """Return the same ranks, with turns that wait for no save or load; all ranks call this in the same order."""
         self._made += 1
         group = self.group
         store = store_below(group.store, f"apart/{self._made}")
@@ -43,7 +43,7 @@ class Session:
         return self._apart[-1]
 
     def end(self, peers: Peers) -> None:
-        """The result of :meth:`apart` is no longer needed."""
+        """Close the result of :meth:`apart`."""
         if peers in self._apart:
             self._apart.remove(peers)
             peers.close()

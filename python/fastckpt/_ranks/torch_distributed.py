@@ -1,7 +1,7 @@
 """The parts of torch.distributed that ranks need: the members of a process group, its store, and a group for bytes.
 
-The only file that uses torch's process groups. It handles differences between versions (2.6 to 2.15) and private
-attributes of torch: the store that a process group was made with, a separate connection to it
+This is the only file that uses torch's process groups. It handles differences between versions (2.6 to 2.15) and
+private attributes of torch: the store that a process group was made with, a separate connection to it
 (:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
 """
 
@@ -196,7 +196,7 @@ class Transfer:
         self._tensor = tensor
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is done; RuntimeError if it takes more than ``seconds``, after which the whole group ends."""
+        """Wait until the transfer is done; RuntimeError if it takes more than ``seconds``, and the whole group ends."""
         self._work.wait(timedelta(seconds=seconds))
 
 
@@ -230,7 +230,7 @@ class DataGroup:
     def __init__(self, group: Group, name: str, timeout: float) -> None:
         from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-        # With a separate connection: while ranks look for each other, they wait in the store.
+        # Use a separate connection: while ranks look for each other, they wait in the store.
         store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
@@ -290,11 +290,11 @@ class DataGroup:
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
-        Gloo does that when a transfer times out, so one transfer is made to. The group is unusable after that.
+        Gloo closes connections when a transfer times out, so this makes one time out. The group is unusable after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
         tensor = _tensor_of(bytearray(1))
-        # One may be closed already while others are open. In a large group only ranks that met are connected.
+        # A connection may be closed while others are open. In a large group, only ranks that met are connected.
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([tensor], peer, _NO_TAG).wait(_AT_ONCE)

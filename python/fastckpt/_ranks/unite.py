@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 class Holder(NamedTuple):
     """The part of a tensor on ranks: by the spread, or whole if that is None.
 
-    ``before`` is the number of earlier memories of the tensor of this kind.
+    ``before`` is the number of earlier memories of this kind, of the same tensor.
     """
 
     spread: Spread | None
@@ -70,10 +70,10 @@ class United(NamedTuple):
     Attributes:
         flat: names, dtypes, global shapes and ties, without memory, for :func:`.groups.split_model`.
         structure: the tokens, JSON text.
-        lists: for each tensor the number of its list of parts.
+        lists: for each tensor, the number of its list of parts.
         spread_lists: by that number, the numbers of the spreads.
         spreads: the spreads.
-        numbers: by variant, for each of its tensors its numbers in the union.
+        numbers: by variant: for each of its tensors, the numbers of the tensor in the union.
     """
 
     flat: Flat
@@ -181,7 +181,7 @@ class _Union:
         self.paths: list[Path] = []
         self.flat = Flat()
         self._taken: dict[str, int] = {}
-        #: Kinds without the spread, over all variants.
+        #: The kinds of all variants, without their spreads.
         kinds: dict[tuple[Any, ...], int] = {}
         self._kinds = [
             [kinds.setdefault(table.kinds[kind][:3], len(kinds)) for kind in table.kind.tolist()]
@@ -247,7 +247,7 @@ class _Union:
         if type(first) is not type(token):
             return False
         if type(first) is not list:
-            # By their text, because 0.0 equals -0.0.
+            # Compare their texts, because 0.0 equals -0.0.
             return bool(first == token and (first or repr(first) == repr(token)))
         if first[0] != token[0] or is_tensor(first) != is_tensor(token):
             return False

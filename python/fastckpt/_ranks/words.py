@@ -121,8 +121,8 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     Args:
         kind: the operation.
         outcome: the outcome in the verdict.
-        agreeing: it failed in a round before the last.
-        here: this rank has committed it, whatever the verdict is.
+        agreeing: whether it failed in a round before the last.
+        here: whether this rank has committed it, whatever the verdict is.
     """
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
@@ -145,7 +145,7 @@ def failed(
     Args:
         failures: the failures of ranks.
         more: the number of further failures.
-        outcome: what remains.
+        outcome: which checkpoint remains.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
     """
     return b"!" + encode([[list(one) for one in failures], more, outcome, calls])
