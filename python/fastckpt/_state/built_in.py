@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: the structure: partial loads descend into it.
 ATTRIBUTED = "collections.OrderedDict"
 
-#: Making a Fraction reduces it, in time quadratic in its digits.
+#: The most bits of a Fraction: making one reduces it, in time quadratic in its digits.
 _FRACTION_BITS = 1 << 16
 
 
@@ -175,7 +175,7 @@ def _check_configured(value: Any) -> None:
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
     _check_configured(value)
     flags = [] if attributes is None else exact(members(attributes, "flags")[0], list)
-    # Objects are allowed inside it.
+    # The configuration may hold objects.
     made = cls(value, flags={"allow_objects": True})
     made._set_flag("allow_objects", None)
     for pair in flags:

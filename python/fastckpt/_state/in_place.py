@@ -105,7 +105,7 @@ class _Update:
         return target
 
     def immutable(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """The same tuple where each item is the same object."""
+        """The same tuple if each of its items is the same object, else a new one."""
         own = [] if given is _NOTHING else list(tuple.__iter__(given))
         items = yield from self.items(own, list(tuple.__iter__(built)), whole)
         for same in (given, built):
@@ -141,7 +141,7 @@ class _Update:
         return (built if plain else made) + rest
 
 
-#: Most values: the new ones.
+#: The types of most values, which the new value replaces.
 _LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 

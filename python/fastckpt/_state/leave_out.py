@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, int]:
-    """Keep the parents of the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
+    """Keep only the values at the positions ``wanted`` (of :func:`.select.named`) and their parents; renumber tensors.
 
     Args:
         flat: the state, which is changed.

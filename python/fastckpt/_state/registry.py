@@ -13,7 +13,7 @@ from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
 
-#: This check does not import torch.
+#: Types of torch by module and name: the check does not import torch.
 _TORCH = frozenset(
     {
         ("torch", "Tensor"),
@@ -87,10 +87,10 @@ class Registry:
             decode: turns the result of ``encode`` back into an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
-        ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers if they are not declared.
+        ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers unless they are declared.
 
         Raises:
-            TypeError: ``cls`` is not a class, or of no such kind without both functions; or one is not callable.
+            TypeError: ``cls`` is no class, or is of none of these kinds and lacks a function; or one is not callable.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):
@@ -186,7 +186,7 @@ class Types:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
         framework: ``numpy`` to return torch's types in their stored form.
-        plain: whether to return values of unknown types in their stored form, whatever the registry wants.
+        plain: whether to return values of unknown types in their stored form, whatever the registry's setting.
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made if they are declared.
 
     Raises:

@@ -94,7 +94,7 @@ class Renaming:
         """
         out = list(tokens)
         ends = ends_of(tokens)
-        # The positions of values whose keys may change, and whether they may also keep them.
+        # The positions of values whose keys may change, and whether keys may also stay.
         todo = [(0, False)]
         while todo:
             position, lenient = todo.pop()

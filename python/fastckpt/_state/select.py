@@ -314,7 +314,7 @@ def leaves(tokens: list[Token]) -> set[int]:
 
 
 def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
-    """The positions ``wanted`` without ``unwanted``; a composed value goes whole with any of its parts."""
+    """The positions ``wanted`` without ``unwanted``; a composed value is removed whole if any of its parts is."""
     left = wanted - unwanted
     ends = ends_of(tokens)
     position = 0
@@ -379,7 +379,7 @@ def prune(
     hole: Token = None,
     closed: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Token], list[int]]:
-    """Keep the parents of the positions ``wanted``, which :func:`named` yields.
+    """Keep only the values at the positions ``wanted``, which :func:`named` yields, and their parents.
 
     Containers lose every item that does not lead there; a composed value (a sparse tensor, a registered object) stays
     whole.
@@ -388,7 +388,7 @@ def prune(
         tokens: the structure.
         wanted: the positions.
         hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
-        closed: the ranges of ``tokens`` in which lists close up anyway.
+        closed: the ranges of ``tokens`` in which lists close up even with ``hole``.
 
     Returns:
         The tokens left, and for each its position in ``tokens``: -1 for a hole.

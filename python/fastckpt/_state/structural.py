@@ -37,7 +37,7 @@ class Codec(NamedTuple):
 
     ``decode`` accepts the result of ``encode``: the value and the attributes. It raises Undecodable if the class does
     not fit, and any other error if the file is malformed. With ``spares`` a save leaves out attributes that cannot be
-    stored, with a warning. With ``shallow`` its parts are not examined.
+    stored, with a warning. With ``shallow``, the parts of the value are not examined.
     """
 
     cls: type

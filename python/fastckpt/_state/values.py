@@ -42,7 +42,7 @@ EXACT = 2**53
 LONG_BYTES = 4096
 #: Python refuses to convert more decimal digits than this to an integer.
 _DIGITS = 4300
-# Compiled at their first use, so that the import stays fast.
+# Patterns are compiled at their first use, so that the import stays fast.
 _DECIMAL = r"-?[0-9]{1,4300}"
 _HEX = r"-?0x[0-9a-f]+"
 _PAIR = r"[\ud800-\udbff][\udc00-\udfff]"
@@ -255,7 +255,7 @@ DECODERS: dict[str, Callable[[list[Any]], Any]] = {
 
 def zone(value: Any) -> dt.tzinfo | None:
     """``value``, which must be a time zone (of any type, if it is registered) or None."""
-    # Not isinstance, which calls code of the value.
+    # isinstance would call code of the value.
     kind: type = type(value)
     if value is not None and not issubclass(kind, dt.tzinfo):
         raise ValueError("not a time zone")

@@ -6,7 +6,7 @@ after all of them. The following relies on CUDA's guarantees, and holds for ever
 
 - A stream executes its work in order. Our stream first waits for an event in the caller's stream (``ready``), so a copy
   sees the results of the work in that stream.
-- Temporary memory on the device is allocated while our stream is the current one. So torch's allocator assigns it to
+- Temporary memory on the device is allocated while our stream is the current one. torch's allocator then assigns it to
   that stream, and after it is freed reuses it only for later work of the same stream. So it may be freed as soon as its
   copy has been requested. Expandable segments change the address of this memory, not its stream.
 - A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part is
@@ -144,7 +144,7 @@ class Link:
             return found
 
     def mark(self, stream: Any) -> Any:
-        """An event after the work of a stream; None if the device has been waited for."""
+        """An event after the work of a stream; None if the host has waited for the device."""
         if stream is None:
             self.module.synchronize(self.device)
             return None
@@ -185,7 +185,7 @@ class _Tensor:
 
 
 def _bytes(torch: ModuleType, contiguous: Any) -> Any:
-    # By stride: torch calls a tensor of one element contiguous whatever its stride is.
+    # The stride is given: torch calls a tensor of one element contiguous whatever its stride is.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
@@ -388,8 +388,8 @@ class _Run:
 def _protect(tensors: Sequence[Any], stream: Any) -> None:
     """Make torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
 
-    A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor despite references to it, as
-    sharded modules do between steps.
+    A reference does not keep it: ``untyped_storage().resize_(0)`` frees the memory of a tensor despite references to
+    it, as sharded modules do between steps.
     """
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
@@ -422,7 +422,7 @@ def download(
 
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:
-                # Not every kind of device supports it, and a device may be full: then one by one.
+                # If the device does not support this, or is full, parts are copied one by one.
                 with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
                     parts, sizes = [torch.cat(parts)], [sum(sizes)]
             for part, nbytes in zip(parts, sizes, strict=True):

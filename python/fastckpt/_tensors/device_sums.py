@@ -9,8 +9,8 @@ its start.
 Every count is exact in any type in which devices multiply: a product is 0 or 1, and a sum is at most 2048, which half
 precision represents, in any order and precision of accumulation.
 
-It needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the bits
-as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
+A sum needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the
+bits as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
 TFLOP/s) to about 100 GB/s by this estimate. Tables of bytes instead of matrices would need as much traffic (41 bytes
 per byte), and gathers, which run at a fraction of the bandwidth.
 
@@ -135,7 +135,7 @@ def of(torch: ModuleType, data: Any) -> int:
         torch: the module.
         data: a contiguous vector of bytes (uint8) on any device, at least one.
     """
-    # Autocast chooses the type of a multiplication. Not every kind of device supports it.
+    # Autocast would choose the type of a multiplication, so it is off. Not every kind of device supports it.
     cast = torch.is_autocast_enabled(data.device.type)
     exact = torch.autocast(data.device.type, enabled=False) if cast else nullcontext()
     with torch.no_grad(), exact:

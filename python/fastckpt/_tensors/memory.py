@@ -158,8 +158,8 @@ _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
-    A process may have 65,530 mappings, and neighbours in huge and small pages are two. So smaller tensors share regions
-    of huge pages: none has an end that would need a huge page for a few bytes.
+    A process may have 65,530 mappings, and neighbours in huge and in small pages count as two. So smaller tensors share
+    regions of huge pages: none has an end that would need a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:

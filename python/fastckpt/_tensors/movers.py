@@ -98,7 +98,7 @@ class _Movers:
 
     Args:
         operation: the name of the operation, for errors.
-        movers: by number.
+        movers: the movers, by number.
         kind: the class of movers for devices.
 
     Attributes:
@@ -225,7 +225,7 @@ class Sources(_Movers):
         not reused before they have ended.
 
         Args:
-            ranges: of tensors on devices only.
+            ranges: ranges of tensors on devices only.
 
         Raises:
             ValueError: a tensor is in host memory.

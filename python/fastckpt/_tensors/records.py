@@ -30,7 +30,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Parts:
 
 
 def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
-    """A dtype as a plain value: its string, base and shape of a sub-array, or its fields as for ``numpy.dtype``."""
+    """A dtype as a plain value: its string, a sub-array's base and shape, or its fields as for ``numpy.dtype``."""
     if depth > _DEPTH:
         raise Unsupported(f"a numpy dtype nested deeper than {_DEPTH} levels cannot be stored")
     if dtype.subdtype is not None:
@@ -133,5 +133,5 @@ def decode_array(value: Any) -> Array:
 
 
 def decode_records(value: Any) -> Array:
-    """As :func:`decode_array`, for a ``numpy.recarray``, whose fields are attributes."""
+    """Like :func:`decode_array`, for a ``numpy.recarray``, whose fields are attributes."""
     return decode_array(value).view(np.recarray)

@@ -73,13 +73,13 @@ class Spreads:
             )
         if not _is_laid_out(local, boxes):
             raise Unsupported(f"its tensor has another shape, or other strides, than when {value!r} was made of it")
-        # One for each: other ranks have other boxes, and their numbers must be the same.
+        # Each Part has its own spread: other ranks have other boxes, but must use the same numbers.
         self.found.append(Spread((self._rank,) * len(boxes), boxes=boxes))
         if boxes:
             storage = local.untyped_storage()._cdata  # noqa: SLF001 - the storage of a state is alive as long as it is
             tie: Any = (storage, local.storage_offset(), local.dtype, local.stride(), value.shape, boxes)
         else:
-            # It has no memory that would distinguish it from another.
+            # An empty Part has no memory that would distinguish it from another.
             self._empty.append(owner)
             tie = id(owner)
         logical = stored.logical
