@@ -67,7 +67,7 @@ class BackgroundSave:
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
-        #: Saves that are writing the base. Only earlier ones: two saves that wait for each other would deadlock.
+        #: Only the earlier saves that are writing the base: two saves that wait for each other would deadlock.
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
@@ -124,8 +124,8 @@ class BackgroundSave:
         if not self.claim.take():
             return
         pending = self.pending
-        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for a thread that it
-        # blocks; nor may it wait for the interrupted call if that finishes the save itself.
+        # This is not set earlier: a signal handler can interrupt the start of a thread, and must not wait for a thread
+        # that it blocks; nor may it wait for the interrupted call if that finishes the save itself.
         pending.started = not self.inline
         try:
             pending._finish(self._save())

@@ -62,7 +62,7 @@ class Devices:
     def is_pinned(self) -> bool:
         """Whether requested copies proceed without the host.
 
-        For other memory, the host may have to wait for each copy: CUDA fills that before it returns, and devices
+        For other memory, the host may have to wait for each copy: CUDA fills such memory before it returns, and devices
         without pinning give no guarantee.
         """
         memory = self.memory
@@ -110,7 +110,7 @@ class Devices:
                 self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
-            # Not earlier: before, it is known which copies are in progress.
+            # Remove it only now: the list must name the copies in progress.
             self._left.pop()
         if self._lost:
             self._lost = False

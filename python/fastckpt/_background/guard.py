@@ -55,7 +55,7 @@ def wait_for_copies() -> None:
 
 
 def _lazy() -> list[PendingSave]:
-    """The saves in flight that may hold this thread."""
+    """The saves in flight for which this thread may wait."""
     return [
         save
         for save in in_flight.saves()

@@ -67,7 +67,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._staged = Gate()
         #: Opens when a step may continue, provided that its streams wait for the copies in progress on devices.
         self._may_step = Gate()
-        #: Those copies, in a lazy save.
+        #: The copies in progress on devices, in a lazy save.
         self._late: Late | None = None
         self.process = os.getpid()
         self._began = began
@@ -277,7 +277,7 @@ class PendingSave(in_flight.SaveInFlight):
         ended = self._ended(error)
         in_flight.leave(self)
         self.finished.set()
-        # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
+        # Log only now: a signal handler that waits for this save may have interrupted a thread with the log's lock.
         try:
             self._context.run(self._log)
             if self._report is not None:
@@ -286,7 +286,7 @@ class PendingSave(in_flight.SaveInFlight):
             try:
                 self._call_back()
             finally:
-                # Last, because it may block: a manager's callback updates the latest checkpoint.
+                # Export last, because it may block: before it, a manager's callback updates the latest checkpoint.
                 self._context.run(put, ended)
 
     def _log(self) -> None:
@@ -296,7 +296,7 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            # As text: a log handler that keeps records would keep the error, and with it the frames of its callers.
+            # Log the error as text: a handler that keeps records would keep the error, and with it its callers' frames.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _give(self, report: SaveReport) -> None:

@@ -31,11 +31,11 @@ class Copied(NamedTuple):
 
     Attributes:
         bytes: bytes that this process moved.
-        reused_bytes: bytes that were there already.
+        reused_bytes: bytes that were already at the target.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
         warnings: further warnings for the caller, in words.
-        was_there: whether the target held the checkpoint already, and nothing was done.
+        was_there: whether the target already held the checkpoint and nothing was copied.
     """
 
     bytes: int

@@ -69,7 +69,7 @@ class ToDirectory:
         try:
             gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
         except FileExistsError as error:
-            # The core's message speaks of a save.
+            # The core's message names a save.
             why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
             raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close

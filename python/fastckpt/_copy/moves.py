@@ -47,7 +47,7 @@ class UnreadableError(Exception):
     """A file is damaged, missing or unreadable.
 
     Attributes:
-        error: why.
+        error: the reason.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -109,7 +109,7 @@ class Pace:
 
     @contextmanager
     def shown(self, kind: str, target: str, step: int | None, *, whole: bool) -> Iterator[None]:
-        """A context in which the live counters show the copy; ``whole``: it publishes the checkpoint."""
+        """A context in which the live counters show the copy; ``whole`` if it publishes the checkpoint."""
         self._counters = counters = _core.begin_copy(kind, target, step)
         try:
             yield

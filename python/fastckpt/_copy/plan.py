@@ -27,8 +27,8 @@ class Plan:
         nbytes: bytes of all files.
 
     Raises:
-        CorruptCheckpointError: no source has an undamaged manifest. FileNotFoundError, another OSError or another
-            CheckpointError, too: the error of the first source.
+        CorruptCheckpointError: no source has an undamaged manifest, and the first one is damaged. FileNotFoundError,
+            another OSError or another CheckpointError: the same, with the error of the first source.
         ValueError: the contents of a source cannot be copied.
     """
 
@@ -81,7 +81,7 @@ class Plan:
 
         Args:
             items: the files.
-            step: copies files from a source, and returns those that it could not read, and why.
+            step: copies files from a source, and returns the errors of files that it could not read, by name.
 
         Raises:
             CorruptCheckpointError: a file is damaged or missing everywhere.

@@ -37,7 +37,7 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _Array]]:
-    """The brackets, commas and colons of JSON outside strings; ``depth`` brackets are open before it.
+    """The brackets, commas and colons of JSON outside strings; ``depth`` brackets are open before the text.
 
     Yields:
         For a piece of the text: their positions, the characters, and the number of open brackets after each.

@@ -63,7 +63,7 @@ class Layout:
                 self.files.setdefault(name, Stored(name, nbytes))
 
     def name_of(self, file: str) -> str:
-        """The object that holds a file, or would."""
+        """The object that holds, or would hold, a file."""
         found = self.files.get(file)
         if found is not None:
             return found.name
@@ -92,7 +92,7 @@ def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[s
     Args:
         objects: the objects below the URL of the checkpoint.
         names: its objects.
-        manifest: that of the save that stays; empty if none does.
+        manifest: the manifest of the save that stays; empty if none does.
     """
     folder = folder_of(manifest)
     others = [name for name in names if (_in_folder(name) and name[:16] != folder) or not manifest]

@@ -261,7 +261,7 @@ class Objects:
                 raised here, and the object is not made.
             size: bytes in all.
             crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be stored with the object for
-                :meth:`sum_of`; it is not checked here. None for none.
+                :meth:`sum_of`; it is not checked here. None to store none.
 
         Raises:
             ValueError: there are more or fewer bytes than ``size``; the object is not made.
