@@ -1,7 +1,7 @@
 """How often to save, and what it costs: the standard formulas.
 
 All times are in seconds. An *interval* runs from the start of one checkpoint to the start of the next: training, and
-then the checkpoint's cost, for which training stops. Young's and Daly's own results are the training alone.
+then the checkpoint's cost, for which training stops. Young's and Daly's own formulas give the training time alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def goodput_rule(goodput: float, mttf: float) -> float:
 
     Args:
         goodput: the share of the time that training should get, between 0 and 1.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     return (1 - goodput) * mttf
 
@@ -48,7 +48,7 @@ def young(cost: float, mttf: float) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     return math.sqrt(2 * cost * mttf)
 
@@ -64,7 +64,7 @@ def daly(cost: float, mttf: float) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     if cost >= 2 * mttf:
         return mttf
@@ -82,7 +82,7 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load. Each failure costs them, however often one saves: with
             random failures they do not change the best interval.
 
@@ -117,7 +117,7 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
     Args:
         interval: from the start of one checkpoint to the start of the next.
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load.
         lag: seconds from when training continues until the checkpoint is durable.
 
@@ -142,7 +142,7 @@ def first_order_goodput(interval: float, cost: float, mttf: float, restart: floa
     Args:
         interval: from the start of one checkpoint to the start of the next.
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load.
 
     Returns:
@@ -161,7 +161,7 @@ def lost_work(interval: float, mttf: float, lag: float = 0.0) -> float:
 
     Args:
         interval: from the start of one checkpoint to the start of the next.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         lag: seconds from when training continues until a checkpoint is durable.
     """
     if interval / mttf > 700:  # noqa: PLR2004 - as above: no interval is ever completed

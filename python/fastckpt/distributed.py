@@ -146,9 +146,9 @@ def save_async(
 
     The part of this rank is copied to host memory (later with ``IO(lazy=True)``); everything else happens in a thread:
     agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
-    relative to other saves and loads of the group. These wait for it on every rank; only the copy of another
-    asynchronous save need not, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any order.
-    Each save in flight needs memory for one copy of this rank's part; it is kept for the next save (see
+    relative to other saves and loads of the group. These wait for this save on every rank; only the copy of another
+    asynchronous save need not wait, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any
+    order. Each save in flight needs memory for one copy of this rank's part; it is kept for the next save (see
     :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
     failed.
 
@@ -285,7 +285,7 @@ def load_per_rank(
         registry: as for :func:`load`.
 
     Returns:
-        The state; None if that rank gave none.
+        The state; None if that rank passed none.
 
     Raises:
         KeyError: nothing was saved with ``per_rank=``.

@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", save_when=[when.Every(steps=1000), when.Every(time="10min"), when.First()])
 
-A step is saved if one policy of the list wants it. A pending signal of ``Manager.save_on_signal`` wants it, too, and so
-do news of ``Manager.save_on``. A policy is any object with ``due(moment)``: :class:`Policy`.
+A step is saved if one policy of the list selects it. A pending signal of ``Manager.save_on_signal``, or news of
+``Manager.save_on``, also saves it. A policy is any object with ``due(moment)``: :class:`Policy`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Policy(Protocol):
 
 
 class Every:
-    """Saves at regular distances.
+    """Saves at regular intervals.
 
     Args:
         steps: at each multiple of this, or at the first step beyond it if the loop skips steps.
