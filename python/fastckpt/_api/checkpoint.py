@@ -68,8 +68,8 @@ class Composed:
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
-        about: its description: sizes, layout, the name of its type.
-        parts: its parts; for an object, its value, and the dict of its attributes if it has any.
+        about: the description of the value: sizes, layout, the name of its type.
+        parts: the parts of the value; for an object, its value, and the dict of its attributes if it has any.
     """
 
     kind: str
@@ -161,11 +161,11 @@ class TensorHandle:
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint opened for reading single tensors, by name; made by :func:`fastckpt.open`.
 
-    It is a context manager, and a read-only mapping of the names of all tensors, in the order of the state: each access
-    to a value reads it. A read is verified against the checksums of the blocks that it covers completely. For an
-    expanded tensor, the methods describe and read its base, with one element along the dimensions that repeat; only
-    ``load`` returns the whole. A tied tensor is listed once, under its first name, and can be read under the name of
-    each of its places. After ``close``, methods that need no shard still work; reads raise ValueError.
+    The checkpoint is a context manager, and a read-only mapping of the names of all tensors, in the order of the state:
+    each access to a value reads it. A read is verified against the checksums of the blocks that it covers completely.
+    For an expanded tensor, the methods describe and read its base, with one element along the dimensions that repeat;
+    only ``load`` returns the whole. A tied tensor is listed once, under its first name, and can be read under the name
+    of each of its places. After ``close``, methods that need no shard still work; reads raise ValueError.
 
     Attributes:
         report: the report of the last read, or None before the first.
@@ -231,7 +231,7 @@ class Checkpoint(Mapping[str, Any]):
         """Facts about one tensor.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
             Its dtype, shape, size in bytes, shard and device; nothing is read.
@@ -282,7 +282,7 @@ class Checkpoint(Mapping[str, Any]):
         """Read one tensor.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
             A tensor, an array, or bytes, as saved; tensors are on the ``device`` of :func:`fastckpt.open`.
@@ -302,7 +302,7 @@ class Checkpoint(Mapping[str, Any]):
         """One tensor, unread: ``checkpoint.tensor("model.w")[:10]`` reads ten rows.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
             A handle with its shape and dtype; indexing it reads.

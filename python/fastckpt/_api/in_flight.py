@@ -34,7 +34,7 @@ class SaveInFlight:
 
 
 def can_wait_for(save: SaveInFlight) -> bool:
-    """Whether this thread can wait for a save: not if the save waits for this thread.
+    """Whether this thread can wait for a save: it cannot if the save waits for this thread.
 
     A save waits for this thread if a signal handler interrupted its preparation, or if this thread has an earlier turn.
     """
@@ -63,10 +63,10 @@ _registered = False
 
 
 def admit(save: SaveInFlight, most: int) -> None:
-    """Wait until fewer than ``most`` others are in flight, and none of them to the same path; then count this save.
+    """Wait until fewer than ``most`` other saves are in flight, and none to the same path; then count this save.
 
     Saves of other groups do not count: other ranks may have called in another order, and would wait for this one.
-    Saves with a later turn do not count either: a thread, or a signal handler, may overtake this call before that.
+    Saves with a later turn do not count either: another thread or a handler may overtake this call before its count.
     """
     _register()
     while True:
@@ -181,7 +181,7 @@ def drain(timeout: float | None = None) -> None:
         timeout: seconds; None waits for as long as it takes.
 
     Raises:
-        TimeoutError: some saves are not durable in time. They continue.
+        TimeoutError: some saves are not durable in time; these saves continue.
         Exception: the first failure of a save whose result was never requested; call again for others.
 
     Example:
@@ -208,7 +208,7 @@ def is_exiting() -> bool:
 def _at_exit() -> None:
     """Report failures at exit; by now the interpreter has normally waited for the writing threads.
 
-    It may be called more than once: a forked child inherits the functions that its parent registered with atexit.
+    A process may call it more than once: a forked child inherits the functions that its parent registered with atexit.
     """
     global _exiting  # noqa: PLW0603 - once a process
     _exiting = True
@@ -217,7 +217,7 @@ def _at_exit() -> None:
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)
-        # As one write: the failed thread may be logging at this moment.
+        # Write the line at once: the failed thread may be logging at this moment.
         line = (
             f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"

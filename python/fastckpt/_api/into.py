@@ -70,13 +70,13 @@ class Into:
 
     Args:
         reader: the checkpoint.
-        path: its path, for messages.
+        path: the path of the checkpoint, for messages.
         into: the state.
         targets: the requests of the read.
         types: the known types.
         strict: whether each side must have all tensors of the other side.
         spreads: describes tensors that are spread over ranks; without it they are refused.
-        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
+        shared: whether other ranks have the rest. If so, ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
         missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
@@ -156,7 +156,7 @@ class Into:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are objects: new tensors may be made for them."""
+        """Whether ``into`` has objects: new tensors may be made for them."""
         return bool(self._owners)
 
     @paused()
@@ -184,7 +184,7 @@ class Into:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: tensors do not fit, or ``into`` has other values. It lists all differences.
+            StructureMismatchError: tensors do not fit, or ``into`` has other values. The error lists all differences.
             CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)
@@ -378,7 +378,7 @@ class Into:
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
         every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
-        # By the first place of a container: the first of its chosen places.
+        # The first chosen place of each container, by its first place.
         chosen: dict[Place, Place] = {}
         for first, further in again:
             for place in (first, further):
@@ -528,7 +528,7 @@ class Into:
             self.targets.ask_strided(index, value, self._layout(given)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
-        """After everything has been read, ``into`` with the state of ``tokens``, which :meth:`match` returned.
+        """Return ``into`` with the state of ``tokens``, which :meth:`match` returned, after everything has been read.
 
         Raises:
             CheckpointError: an object refused its state.

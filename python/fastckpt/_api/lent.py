@@ -27,7 +27,7 @@ class Lent:
 
     @property
     def warnings(self) -> list[str]:
-        """For the report: a warning if the memory could not be pinned."""
+        """A warning for the report, if the memory could not be pinned."""
         problem = None if self._memory is None else self._memory.problem
         return [problem] if problem else []
 

@@ -78,7 +78,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     """The files in the checkpoint at a path that are not part of it, by relative names.
 
     Args:
-        path: its directory.
+        path: the directory of the checkpoint.
         files: the names of the files given with ``files=``.
 
     Raises:
@@ -183,8 +183,8 @@ def clean(
 ) -> builtins.list[Leftover]:
     """Remove the leftovers of killed saves, removals and copies in ``directory``; by default, only list them.
 
-    It removes ``dead`` leftovers; with ``older_than`` also old ``unknown`` or ``kept`` ones. It never removes the files
-    of a running save, nor ``foreign`` leftovers.
+    It removes ``dead`` leftovers, and with ``older_than`` also old ``unknown`` or ``kept`` ones. It never removes the
+    files of a running save, nor ``foreign`` leftovers.
 
     Args:
         directory: the directory that holds the checkpoints.

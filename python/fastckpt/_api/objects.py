@@ -40,7 +40,7 @@ class Owner:
     """An object in ``into``, and the facts about its state.
 
     Attributes:
-        place: its place.
+        place: the place of the object.
         value: the object.
         kind: ``module``, ``optimizer``, ``scheduler`` or None.
     """
@@ -147,7 +147,7 @@ class Owner:
         self._filled[id(value)] = None if tie is None else self._own.get(tie)
 
     def give(self, state: Any) -> None:
-        """Give the object its state; a module only if filling its tensors was not enough.
+        """Give the object its state; a module gets it only if filling its tensors was not enough.
 
         Raises:
             CheckpointError: its ``load_state_dict`` raised.

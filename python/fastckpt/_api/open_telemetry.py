@@ -168,7 +168,7 @@ def _failure(ended: Ended) -> str | None:
     return "damage" if isinstance(report, VerifyReport) and not report.ok else None
 
 
-# Without an SDK in the program these calls do nothing; they find an SDK that is set up later.
+# Without an SDK in the program, these calls do nothing; they find an SDK that is set up later.
 _exporter = Exporter(trace.get_tracer("fastckpt", _core.__version__), metrics.get_meter("fastckpt", _core.__version__))
 
 

@@ -14,7 +14,7 @@ from fastckpt._text import size
 
 from .outcome import logger
 
-#: Loads of fewer bytes are not checked: they fit anywhere.
+#: Loads of fewer bytes are not checked, because they fit anywhere.
 _LITTLE = 64 << 20
 #: From this share of the remaining memory on, a load logs a warning.
 _NEAR = 0.9
@@ -32,7 +32,7 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
         root: the directory of ``/proc`` and ``/sys``.
 
     Raises:
-        MemoryError: they do not fit, and there is no swap space.
+        MemoryError: the new tensors do not fit, and there is no swap space.
     """
     if nbytes < _LITTLE:
         return

@@ -36,7 +36,7 @@ class Option(NamedTuple):
     Attributes:
         default: the value without an argument.
         check: called with the operation and the value; returns the value for the record, or raises.
-        words: its description, for the docstring.
+        words: the description of the option, for the docstring.
         alike: whether it must be equal on all ranks of a job.
         late: whether it is checked after all others.
         kept: puts a value other than the default into words, which the checkpoint records; None to record nothing.

@@ -367,8 +367,8 @@ class _Block:
     """A block in flight, with its own memory, and perhaps the caller's memory from which it is copied.
 
     Attributes:
-        start: its place in the file.
-        nbytes: its length.
+        start: the place of the block in the file.
+        nbytes: the length of the block.
         copied: set when the caller's memory is no longer needed.
     """
 

@@ -21,9 +21,9 @@ class TensorInfo:
     """Facts about a stored tensor that are known before it is read.
 
     Attributes:
-        name: its name in the checkpoint.
-        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation if torch lacks it (``>f8``).
-        shape: its sizes.
+        name: the name of the tensor in the checkpoint.
+        dtype: the dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation if torch lacks it (``>f8``).
+        shape: the sizes of the tensor.
         bytes: bytes of its data.
         shard: the file that holds it.
         kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
