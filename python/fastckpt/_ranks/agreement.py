@@ -95,7 +95,7 @@ class JobState:
         self.structure: str | None = None
         self.metadata: str | None = None
         self.per_rank: str | None = None
-        #: By the index in ``held``: the number in ``sources``, and the part of that source.
+        #: For each memory in ``held``: the number of its source in ``sources``, and the part of that source.
         self._sources: list[tuple[int, slice]] = []
 
     def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int, within: slice = _ALL) -> None:

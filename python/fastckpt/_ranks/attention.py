@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .peers import Operation
 
 #: A rank that waits for the bytes of others has not failed itself, and signals that it is alive. After this many
-#: timeouts without a message it is silent, because all ranks might be waiting for each other.
+#: timeouts without a message it becomes silent, because all ranks might be waiting for each other.
 _PATIENCE = 4
 #: The most bytes that a rank accepts before it writes them, under a bandwidth limit.
 _HELD_BACK = 256 << 20
@@ -21,7 +21,7 @@ class Attention:
 
     Args:
         operation: the operation.
-        timeout: its timeout, in seconds.
+        timeout: the timeout of the operation, in seconds.
         bandwidth: this rank's limit in bytes per second; None for no limit.
 
     Attributes:

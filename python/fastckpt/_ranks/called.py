@@ -24,7 +24,7 @@ class Called(NamedTuple):
 
     Attributes:
         kind: the kind of call; empty for a call that ends whatever the others do.
-        path: its path.
+        path: the path of the call.
         place: the identity of the path, by :func:`location_of`; None if unknown.
         marks: values that are equal on all ranks that have them, by name: the step.
     """

@@ -41,7 +41,7 @@ class Call:
     Attributes:
         operation: the common operation of the ranks. It takes its turn when it is entered, or before.
         path: the checkpoint's directory, absolute; for a load, it may be a URL in an object store.
-        timeout: as given.
+        timeout: the timeout, as passed.
     """
 
     def __init__(self, kind: str, session: Session, path: AnyPath, timeout: float) -> None:

@@ -61,7 +61,7 @@ class Demand(NamedTuple):
     """Memory to be filled with this rank's part of a tensor of the checkpoint.
 
     Attributes:
-        tensor: its number in the checkpoint.
+        tensor: the number of the tensor in the checkpoint.
         spread: the number of its spread among those of this rank; 0 if the rank has all of it.
         address: the address of the lowest byte; 0 if ``targets.drain`` receives the bytes.
         nbytes: the writable bytes there; 0 for an empty part.
@@ -96,7 +96,7 @@ class RankTargets(Targets):
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        # Even for no bytes: all ranks of a mesh must name the tensors that are spread over it.
+        # A demand is made even for no bytes: all ranks of a mesh must name the tensors that are spread over it.
         if room or whole is not None:
             if mover is not None:
                 self.push(len(self.demands), mover, room)
@@ -131,7 +131,7 @@ class Demands:
         for tensor, spread, *_ in self.targets.demands:
             wanted[tensor] = (*wanted.get(tensor, ()), spread)
         kinds: dict[tuple[int, ...], int] = {}
-        #: By the number of a tensor: the number of the list of spreads in which ranks want it.
+        #: For each wanted tensor, by its number: the number of the list of spreads in which ranks want it.
         self.wanted = {tensor: kinds.setdefault(wanted[tensor], len(kinds)) for tensor in sorted(wanted)}
         self.kinds = list(kinds)
         self.told = Told.of(rank, _encode(self.wanted, self.kinds), encode_spreads(spreads))
@@ -145,11 +145,11 @@ class Demands:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """With ``strict`` unset, names that only ``into`` has."""
+        """The names that only ``into`` has, if ``strict`` is unset."""
         return self.prepared.missing
 
     def build(self) -> Any:
-        """After everything has been read, the state. See :meth:`.Prepared.build`."""
+        """Return the state after everything has been read. See :meth:`.Prepared.build`."""
         return self.prepared.build()
 
     def unwanted(self) -> str | None:
@@ -244,7 +244,7 @@ class Shared:
         self.wanted = wanted
         self.spreads = spreads
         self.requests: list[Request] = []
-        #: By the index in ``requests``: the number of the demand, and the offset of the request in its memory.
+        #: For each of ``requests``: the number of its demand, and the offset of the request in the demand's memory.
         self._numbers: list[tuple[int, int]] = []
         parts = Parts(spreads, demands.rank)
         position = {tensor: index for index, (tensor, _) in enumerate(wanted)}

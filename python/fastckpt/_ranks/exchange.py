@@ -41,7 +41,7 @@ _FOUND = 4.0
 class LostError(CheckpointError):
     """The exchange failed: the cause is at another rank, or in the network."""
 
-    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks is more specific.
+    #: :class:`fastckpt._ranks.peers.Operation` reads this: its verdict on all ranks is more specific.
     of_others = True
 
 
@@ -111,7 +111,7 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The agreed group; all ranks that create one arrive here at about the same time.
+        """The agreed group; all ranks that create a group arrive here at about the same time.
 
         Raises:
             RanksError: another rank has not arrived within ``timeout`` seconds, or the operation has failed there.
@@ -387,7 +387,7 @@ def swapped(
     """Swap bytes with other ranks by :meth:`DataGroup.swap`, and call ``attend`` meanwhile.
 
     Raises:
-        LostError: it failed.
+        LostError: the exchange failed.
     """
 
     def run() -> dict[int, bytes]:
@@ -405,7 +405,7 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float
     Args:
         group: the ranks.
         content: on rank 0; None on the others.
-        nbytes: its length.
+        nbytes: the length of ``content``.
         limit: seconds after which it fails.
         attend: called while this rank waits.
 

@@ -65,7 +65,7 @@ class Opened(NamedTuple):
         apart: whether each rank reads its own part: through the page cache of their common host, or from an object
             store.
         group: the group for the bytes; None if no bytes are sent.
-        verify: whether a rank wants its bytes compared with their checksums: then each compares what it reads.
+        verify: whether any rank verifies checksums; if so, each rank compares what it reads.
         grain: bytes of a grain, if bytes are sent (``_core.Share.to_load``).
         team: the ranks of a team, if bytes are sent.
     """
@@ -140,7 +140,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: 
 
     Args:
         call: the call.
-        operation: its operation.
+        operation: the operation of the call.
         attention: the attention of the operation.
         io: how this rank's bytes move.
     """

@@ -40,7 +40,7 @@ class Member:
     """One rank of a group.
 
     Args:
-        rank: its index in the group.
+        rank: the index of this rank in the group.
         size: ranks in the group.
         host: the name of its host.
         word: a random word that no other rank, and no earlier process, has.

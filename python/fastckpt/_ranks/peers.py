@@ -194,7 +194,7 @@ class Peers:
                 return there
 
     def _show(self, whom: int) -> int:
-        """Show the group in the monitor, once it has a name, and the rank that this one waits for."""
+        """Show in the monitor the group, once it has a name, and the rank that this rank waits for."""
         if self.session and not self._shown:
             self._shown = True
             number = int.from_bytes(hashlib.blake2b(self.session.encode(), digest_size=8).digest(), "little")

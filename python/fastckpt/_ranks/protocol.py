@@ -19,10 +19,10 @@ call to a turn that has failed without it, or to which others have brought anoth
 it applies to (``called.py``). A rank whose call is not among them brings it to the next turn, and so on until it meets
 the others. A rank whose call is among them accepts the verdict: it may be late, and must not meet a later call of the
 others. Calls that meet in one turn all fail, except those of ranks that have already abandoned the others' call: these
-wait in the next turn. So ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
+wait in the next turn. Thus ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
 its own, because it may be late, and skips further ones. For indistinguishable saves it accepts each: it stays behind,
-and its save never meets a later save of the others. Only one case goes unnoticed: it comes while the others still wait
-in the save that it has missed. So the first save that nothing distinguishes from an earlier one warns.
+and its save never meets a later save of the others. Only one case goes unnoticed: the rank comes while the others
+still wait in the save that it has missed. So the first save that nothing distinguishes from an earlier one warns.
 
 **Silence**, not duration, ends a wait. A working rank sends heartbeats (it "beats"); so does a rank that waits for
 those below it. A rank listens to those below until it has their messages, and to the coordinator until it has the
@@ -121,7 +121,7 @@ class Turn:
     Args:
         member: the rank.
         kind: the kind of operation, such as ``save``.
-        path: its path.
+        path: the path of the operation.
         timeout: seconds of silence after which a rank is considered gone.
         label: names the turn instead of its number, for callers that cannot count: the same on all ranks, and unique.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.

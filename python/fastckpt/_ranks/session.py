@@ -49,7 +49,7 @@ class Session:
             peers.close()
 
     def name(self, rank: int, *, ask: bool = False) -> str:
-        """The name of a rank in errors; with ``ask``, the store is asked for its host, which may wait for the store."""
+        """The name of a rank in errors; with ``ask``, look up its host in the store, which may take long."""
         host = self.peers.host_of(rank) or (self.link.host_of_peer(rank) if ask else "")
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 

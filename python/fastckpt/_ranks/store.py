@@ -25,7 +25,7 @@ _CONNECTED, _FORGOTTEN = 5.0, 1.0
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: A value that no key has. A compare-and-set with it returns it if the key does not exist.
+#: A value that no key has. A compare-and-set with this value returns it if the key does not exist.
 _NO_VALUE = b"\0none"
 
 
@@ -101,7 +101,7 @@ class Transport:
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.
         self._lock = threading.RLock()
-        # Connections take time: they are started at once.
+        # Connections take time, so they are started at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None

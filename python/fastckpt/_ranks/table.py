@@ -36,7 +36,7 @@ class Table(NamedTuple):
     """The main part.
 
     Attributes:
-        names: of the tensors, by number.
+        names: the names of the tensors, by number.
         kinds: the different kinds.
         kind: for each tensor, the number of its kind.
         ties: number and name of each further place of a tensor.

@@ -66,7 +66,7 @@ _alone: list[Any] = []
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     # A thread of the parent may be in a turn, which would never end in the child.
     os.register_at_fork(after_in_child=_alone.clear)
-#: By process group: the process that made it, and the result.
+#: For each process group: the process that made the result, and the result.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
@@ -117,7 +117,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     if known is None:
         known = make(_group_of(group))
         _kept[group] = process, known
-        # At the latest when the interpreter ends: gloo's threads must not outlive it.
+        # Close it when the interpreter ends, at the latest: gloo's threads must not outlive the interpreter.
         finalize(group, known.close)
     return known
 
@@ -266,7 +266,7 @@ class DataGroup:
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
     def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
-        """Send all ranks ``content`` of rank 0, of ``nbytes``. They come here at about the same time."""
+        """Send all ranks ``content`` of rank 0, of ``nbytes``. All ranks call this at about the same time."""
         from torch import distributed as dist  # noqa: PLC0415
 
         data = bytearray(nbytes) if content is None else bytearray(content)

@@ -71,7 +71,7 @@ class United(NamedTuple):
         flat: names, dtypes, global shapes and ties, without memory, for :func:`.groups.split_model`.
         structure: the tokens, JSON text.
         lists: for each tensor, the number of its list of parts.
-        spread_lists: by that number, the numbers of the spreads.
+        spread_lists: by the number of a list, the numbers of its spreads.
         spreads: the spreads.
         numbers: by variant: for each of its tensors, the numbers of the tensor in the union.
     """
@@ -97,7 +97,7 @@ class SpreadLists:
         self.lists: list[tuple[int, ...]] = []
         self._spreads: dict[Spread, int] = {}
         self._lists: dict[tuple[int, ...], int] = {}
-        #: By the number of a list: ranks in a mesh that do not have the tensor.
+        #: By the number of a list: a spread, and the ranks in its mesh that do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
     def add(self, holders: Iterable[Holder]) -> int:
@@ -156,7 +156,7 @@ def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") ->
     """The union of different main tables.
 
     Args:
-        variants: in the order of their first ranks.
+        variants: the variants, in the order of their first ranks.
         size: the number of ranks.
         operation: the word that error messages begin with.
 

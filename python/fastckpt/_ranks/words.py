@@ -41,7 +41,7 @@ def opened(data: bytes, what: str) -> bytes:
     """Return the bytes that ``sealed`` was given.
 
     Raises:
-        DamagedError: they were altered on the way; the message names ``what``.
+        DamagedError: the bytes were altered on the way; the message names ``what``.
     """
     content, sum_ = data[:-SUM], data[-SUM:]
     if _crc64.of(content).to_bytes(SUM, "little") != sum_:
@@ -78,7 +78,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
-        DamagedError: it was altered on the way; the message names ``what``.
+        DamagedError: the value was altered on the way; the message names ``what``.
     """
     length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
