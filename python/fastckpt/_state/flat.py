@@ -61,7 +61,7 @@ class Flat:
         self.inner: set[int] = set()
         self.occurrences: list[Occurrence] = []
         self.objects: list[tuple[Place, Any]] = []
-        #: In order, without repetition.
+        #: The places in order, without repetition.
         self.values: dict[Place, None] = {}
         self.problems: list[tuple[Place, str]] = []
         self.again: list[tuple[Place, Place]] = []

@@ -63,8 +63,8 @@ class _Frame:
         self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False, depth: int | None = None
     ) -> None:
         self.hold = hold
-        #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
-        #: None in keys and inside a value that counts as a whole.
+        #: With ``observe``: the number of frames that lead to the key under which the children are values, 0 without
+        #: such a key; None in keys and inside a value that counts as a whole.
         self.depth = depth
         #: Whether that key has been recorded, or must not be.
         self.noted = not depth
@@ -504,7 +504,7 @@ def flatten(
         types: the known types with names; by default those of the process.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
             then lack the index of the device, which differs by rank, unless it must be kept.
-        excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
+        excluded: whether a name will be left out. If so, a token :data:`EXCLUDED` may represent its value.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.

@@ -44,7 +44,7 @@ class Place:
         self.above = above
         self.step = step
         self.key = key
-        #: Its text in a message, once computed.
+        #: The text of the place in a message, once computed.
         self.shown: str | None = None if above is not None else step
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The name that a tensor has here, unless another tensor has it."""
+        """The name of a tensor at this place, unless another tensor has that name."""
         keys = []
         at: Place | None = self
         while at is not None:

@@ -21,7 +21,7 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
 
     Args:
         flat: the state, which is changed.
-        tokens: its tokens, parsed. They must not be used afterwards.
+        tokens: the tokens of the state, parsed. The caller must not use them afterwards.
         wanted: positions of tokens.
 
     Returns:

@@ -28,7 +28,7 @@ _TORCH = frozenset(
 class Registry:
     """The types for one call, which precede those of :func:`fastckpt.register_type`, and the treatment of others.
 
-    It is for libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
+    A registry is for libraries: types that one declares for its own checkpoints do not affect the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.

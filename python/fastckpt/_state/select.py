@@ -195,7 +195,7 @@ def _plain(token: Token) -> Any:
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
     """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not determine it.
 
-    It is also None if names and keys down to it have more than ``most`` characters.
+    The name is also None if names and keys down to the tensor have more than ``most`` characters.
     """
     for frame in stack:
         part = part_of(frame.key)

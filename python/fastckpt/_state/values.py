@@ -267,12 +267,12 @@ Zone: TypeAlias = Callable[[Any], "dt.tzinfo | None"]
 
 
 def decode_datetime(token: list[Any], zone_of: Zone, parts: list[Any]) -> dt.datetime:
-    """A date and time, its time zone in ``parts``."""
+    """A date and time, with its time zone in ``parts``."""
     year, month, day, hour, minute, second, microsecond, fold = integers(_argument(token), 8)
     return dt.datetime(year, month, day, hour, minute, second, microsecond, tzinfo=zone_of(parts[0]), fold=fold)
 
 
 def decode_time(token: list[Any], zone_of: Zone, parts: list[Any]) -> dt.time:
-    """A time of day, its time zone in ``parts``."""
+    """A time of day, with its time zone in ``parts``."""
     hour, minute, second, microsecond, fold = integers(_argument(token), 5)
     return dt.time(hour, minute, second, microsecond, tzinfo=zone_of(parts[0]), fold=fold)

@@ -44,7 +44,7 @@ class OwnPart(NamedTuple):
         spread: the number of its spread, from 1 on.
         memory: the local tensor.
         nbytes: the size of the local tensor.
-        whole: its DTensor, if any: torch counts changes on either of the two.
+        whole: the DTensor of the local tensor, if any: torch counts changes on either of the two.
     """
 
     spread: int

@@ -10,8 +10,8 @@ after all of them. The following relies on CUDA's guarantees, and holds for ever
   that stream, and after it is freed reuses it only for later work of the same stream. So it may be freed as soon as its
   copy has been requested. Expandable segments change the address of this memory, not its stream.
 - A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part is
-  done: from the device after the whole copy, and to the device when the bytes have left host memory. That is correct,
-  only slower.
+  done: from the device after the whole copy, and to the device when the bytes have left host memory. This is
+  slower, but correct.
 - A copy may not cross the border of a registered range: :mod:`.pinned` cuts it there.
 
 This file does not import torch: :mod:`.torch` passes it in.
@@ -93,7 +93,7 @@ class Link:
                 )
 
     def ready(self) -> Any:
-        """An event after all work of the caller's current stream; None when the host has waited for it."""
+        """An event after all work of the caller's current stream; None if the host has waited for it."""
         with self.selected():
             if not self.has_streams:
                 self.module.synchronize(self.device)
@@ -255,7 +255,7 @@ class Upload(_Tensor):
     def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
         """Parts of the tensor that make up a range, in order, each with its bytes.
 
-        They are vectors of bytes, or have whole elements of the tensor's size.
+        The parts are vectors of bytes, or have whole elements of the tensor's size.
         """
         if self.flat is not None:
             yield (self.flat if nbytes == self.nbytes else self.flat[start : start + nbytes]), nbytes
@@ -397,7 +397,7 @@ def _protect(tensors: Sequence[Any], stream: Any) -> None:
                 f"the memory of a tensor of {tensor.device} was freed before it was copied, as sharded modules do "
                 "between steps: call wait_staged() of the save first, or save what they hold between steps"
             )
-    # Not every allocator supports it, and not every kind of stream is a torch stream.
+    # Not every allocator supports this, and not every kind of stream is a torch stream.
     with contextlib.suppress(RuntimeError, TypeError):
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -412,7 +412,7 @@ def download(
         link: the device.
         jobs: the ranges: the tensor, and start, address and bytes.
         ready: an event that the copies come after, or None.
-        outlives: whether the transfer may outlive the requesting call: then the tensors are protected.
+        outlives: whether the transfer may outlive the requesting call; if so, the tensors are protected.
     """
     torch = link.torch
 

@@ -158,7 +158,7 @@ def _of_stretch(torch: ModuleType, data: Any) -> int:
 
 
 def _padded(torch: ModuleType, vector: Any, width: int) -> Any:
-    """Pad a vector that is longer than ``width`` with leading zeros, to a multiple of it."""
+    """Pad a vector that is longer than ``width`` with leading zeros, to a multiple of ``width``."""
     short = -len(vector) % width if len(vector) > width else 0
     return torch.nn.functional.pad(vector, (short, 0)) if short else vector
 

@@ -185,7 +185,7 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
         raise OSError(errno.EAGAIN, "new mappings are locked in memory")
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -address_of(np.frombuffer(mapping, np.uint8)) % _HUGE_PAGE
-    # Its end is not in a huge page, unless the next mapping is adjacent. Shrinking a mapping does not move it.
+    # The mapping's end is not in a huge page, unless the next mapping is adjacent. Shrinking does not move a mapping.
     mapping.resize(start + nbytes)
     with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)

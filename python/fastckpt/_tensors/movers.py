@@ -115,7 +115,7 @@ class _Movers:
             own: Any = mover.mover if isinstance(mover, Cast) else mover
             if isinstance(own, kind) and own.device not in links:
                 links[own.device] = _device.Link(own.torch, own.device)
-        # Check all of them first: an event recorded in a captured stream would become part of the graph.
+        # Check all devices first: an event recorded in a captured stream would become part of the graph.
         for link in links.values():
             link.refuse_capture(operation)
         self._links = {device: (link, link.ready()) for device, link in links.items()}

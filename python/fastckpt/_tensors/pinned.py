@@ -283,7 +283,7 @@ def register(
         torch: the module.
         device: a ``torch.device``, any of that kind.
         address: the start of the memory, at a page.
-        nbytes: its size.
+        nbytes: the size of the memory.
         limit: the most bytes that this process pins, over all registrations; None for no limit. With 0 nothing is
             pinned, without a ``problem``.
         piece: bytes to register at a time, whole pages.

@@ -27,8 +27,8 @@ class Spreads:
         device_numbers: whether tokens of tensors on devices have the index of the device, which differs by rank.
 
     Attributes:
-        ranks: as given.
-        device_numbers: as given.
+        ranks: the argument.
+        device_numbers: the argument.
         found: the different spreads of the tensors so far; their numbers begin at 1.
     """
 

@@ -419,7 +419,7 @@ class _Flip:
 def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     """The bits in memory, and the conversion needed for a conj or neg view.
 
-    They are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
+    The bits are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
     """
     value = value.detach()
     dtype = value.dtype
