@@ -623,7 +623,7 @@ class ReadRequest:
         """Request a tensor.
 
         Args:
-            tensor: its number.
+            tensor: the number of the tensor.
             address: the lowest byte of writable host memory, or 0 if the ``drain`` of :meth:`Reader.read` receives the
                 bytes.
             capacity: the writable bytes there, or those that ``drain`` can receive. It comes from the memory itself and
@@ -878,7 +878,7 @@ class RankBase:
     """The part of an earlier checkpoint, its base, that the save of one rank reuses.
 
     The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` instead of ``open``,
-    and ``follow`` instead of ``take``. Then it is passed to :class:`RankSave`. RuntimeError out of order.
+    and ``follow`` instead of ``take``. Then pass the object to :class:`RankSave`. RuntimeError out of order.
     """
 
     def __new__(

@@ -30,9 +30,9 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
 def goodput_rule(goodput: float, mttf: float) -> float:
     """The interval that puts 1 - goodput of the time between failures at risk: ``(1 - goodput) * mttf``.
 
-    Source: Micron and Lightbits: 20 checkpoints between failures give 95 % good throughput. It counts a whole interval
-    as lost with each failure; half of it is lost on average, and the other half remains for the checkpoints and the
-    restart.
+    Source: Micron and Lightbits: 20 checkpoints between failures give 95 % good throughput. The formula counts a whole
+    interval as lost with each failure; half of it is lost on average, and the other half remains for the checkpoints
+    and the restart.
 
     Args:
         goodput: the share of the time that training should get, between 0 and 1.
@@ -136,8 +136,8 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
 def first_order_goodput(interval: float, cost: float, mttf: float, restart: float = 0.0) -> float:
     """The goodput to first order: ``1 - cost / interval - (interval / 2 + restart) / mttf``.
 
-    Source: Young (1974): a checkpoint's cost in each interval, and with each failure half an interval. It holds while
-    the interval is much smaller than the MTTF.
+    Source: Young (1974): a checkpoint's cost in each interval, and with each failure half an interval. The formula
+    holds while the interval is much smaller than the MTTF.
 
     Args:
         interval: from the start of one checkpoint to the start of the next.

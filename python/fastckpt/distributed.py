@@ -75,8 +75,8 @@ def save(
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
             :class:`Ranks`, with a timeout and how copies of a tensor are compared.
-        per_rank: a separate state of this rank: random states, the position of a data loader. It has no tensors that
-            are spread over ranks. :func:`load_per_rank` returns it.
+        per_rank: a separate state of this rank: random states, the position of a data loader. This state has no tensors
+            that are spread over ranks. :func:`load_per_rank` returns it.
         metadata: the coordinator's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 

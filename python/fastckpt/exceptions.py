@@ -74,7 +74,7 @@ class RankFailure(NamedTuple):
     """The failure of one rank, or its silence.
 
     Attributes:
-        rank: its index in the process group.
+        rank: the index of the rank in the process group.
         host: the name of its host; empty if the rank never sent a message.
         message: the failure, such as ``failed: OSError: [Errno 28] No space left on device``.
     """

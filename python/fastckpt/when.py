@@ -56,7 +56,7 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether to save the step. It may be called twice for one step.
+        """Whether to save the step. The manager may call this twice for one step.
 
         Args:
             moment: the facts about the step.
@@ -171,9 +171,9 @@ class Auto:
     """Saves at the interval that loses the least time, as measured; the policy of ``Manager(save_when="auto")``.
 
     The interval is the optimum that ``fastckpt.tools.plan`` computes from the measured cost of a save and the mean time
-    to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead``
-    of the time, nor shorter than the time until a save is durable. It is rounded to whole steps. If checkpoints become
-    durable only some seconds after training continues, the optimum stays the same.
+    to failure: too many saves cost time, too few lose work. The interval is never so short that saves cost more than
+    ``overhead`` of the time, nor shorter than the time until a save is durable. It is rounded to whole steps. If
+    checkpoints become durable only some seconds after training continues, the optimum stays the same.
 
     The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     the interval and the reason, and again when it changes by more than a tenth.
@@ -208,7 +208,7 @@ class Auto:
         least, best = self._limits(moment.cost, moment.durable_seconds)
         interval = max(least, best)
         self._tell(interval, least, best, moment)
-        # This step or the next, whichever is closer to the interval; but the limit is hard.
+        # Save at this step or the next, whichever is closer to the interval; but the limit is hard.
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:

@@ -43,7 +43,7 @@ class BackgroundSave:
     Attributes:
         pending: the handle.
         group: the processes that save.
-        snapshot: as given.
+        snapshot: the snapshot that was passed.
         staging: makes the copy.
         claim: taken by the thread or the call that finishes or abandons the save.
         inline: whether the call finishes it.
@@ -110,7 +110,7 @@ class BackgroundSave:
         if in_flight.is_exiting():
             return False
         try:
-            # Not a daemon: the interpreter waits for it at exit, while everything still works.
+            # The thread is not a daemon: the interpreter waits for it at exit, while everything still works.
             threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
@@ -209,6 +209,6 @@ class BackgroundSave:
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
         if self.snapshot.is_left:
-            # Its memory is given back when nothing refers to it.
+            # The memory of the snapshot is given back when nothing refers to the snapshot.
             self.pending._snapshot = None
         self.staging.close()

@@ -54,7 +54,7 @@ class Devices:
         return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
 
     def pin(self) -> None:
-        """Pin the memory in the background. Copies wait for the parts that they need. None may be in progress."""
+        """Pin the memory in the background. Copies wait for the parts that they need. No copy may be in progress."""
         if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
@@ -102,8 +102,8 @@ class Devices:
     def settle(self) -> bool:
         """Wait until nothing writes to the memory; returns whether all copies succeeded.
 
-        It waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is chained
-        to an error that the caller gets anyway.
+        This waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is
+        chained to an error that the caller gets anyway.
         """
         while self._left:
             try:

@@ -81,7 +81,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
-        # The caller's context: the log line and the span of the save belong to it.
+        # The log line and the span of the save belong to the caller's context.
         self._context = copy_context()
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class PendingSave(in_flight.SaveInFlight):
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until it has ended and return why it failed, or None.
+        """Wait until the save has ended, and return why it failed, or None.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -157,11 +157,11 @@ class PendingSave(in_flight.SaveInFlight):
         return self._error
 
     def done(self) -> bool:
-        """Whether it has ended: durable, failed or cancelled."""
+        """Whether the save has ended: it is durable, has failed or was cancelled."""
         return self.finished.is_set()
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled before it was durable."""
+        """Whether the save was cancelled before it was durable."""
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> SaveProgress:

@@ -164,7 +164,7 @@ class Staging:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
         if self._unasked and self.devices.is_pinned:
-            # From here on copies need no host thread, and not the GIL, which forward may hold.
+            # From here on, copies need no host thread, nor the GIL, which forward may hold.
             asked.copies += self.devices.ask(self._unasked)
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)

@@ -56,7 +56,7 @@ class ToDirectory:
             for about, item in zip(lengths, plan.items, strict=True)
         ):
             return False
-        # The copy that named it may have been killed, or may have failed, before it synced that name.
+        # The copy that named the checkpoint may have been killed, or may have failed, before it synced that name.
         sync(Path(self._target).parent)
         return True
 
@@ -75,7 +75,7 @@ class ToDirectory:
         leave = gathering.close
         try:
             if not plan.heals(self._target) and self.has(plan):
-                # Another process published it a moment ago.
+                # Another process published the checkpoint a moment ago.
                 leave = gathering.give_up
                 return plan.nbytes, []
             reused = self._bring_share(plan, gathering, pace, share)
@@ -174,7 +174,7 @@ class _Linked(_Copied):
         try:
             self._gathering.link(self._source.place, self._name, opened.identity)
         except OSError:
-            # It has too many links or another owner, or the file system has no hard links.
+            # The file has too many links or another owner, or the file system has no hard links.
             self._copy(opened)
         else:
             self._linked.append(self._item.nbytes)

@@ -31,7 +31,7 @@ _HUGE = 2 << 20
 
 
 def memory_of(nbytes: int) -> Bytes:
-    """New memory that begins at a page, a huge page if it is large enough: a device needs few segments for those."""
+    """New memory that begins at a page, or if large at a huge page: a device needs few segments for huge pages."""
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
     # Python's default is shared memory, which has no huge pages.
@@ -203,7 +203,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
     """The blocks of a file in order, read ahead by threads. Each is valid until the next one is requested.
 
     Raises:
-        UnreadableError: it is damaged; raised before the last block is returned.
+        UnreadableError: the file is damaged; raised before the last block is returned.
         CancelledError: the copy was cancelled.
     """
     summed = Summed(source.path_of(item.name), item, pace.block)

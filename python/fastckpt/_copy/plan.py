@@ -19,7 +19,7 @@ class Plan:
     a damaged manifest may still have whole files: each is compared with its checksum.
 
     Args:
-        sources: its places, the nearest first.
+        sources: the places of the checkpoint, the nearest first.
 
     Attributes:
         manifest: the bytes of the manifest.

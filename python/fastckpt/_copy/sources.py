@@ -39,9 +39,9 @@ class Item(NamedTuple):
     """A file of a checkpoint.
 
     Attributes:
-        name: its name.
-        nbytes: its length.
-        crc: its CRC-64/NVME as 16 digits; None if unknown.
+        name: the name of the file.
+        nbytes: the length of the file.
+        crc: the CRC-64/NVME of the file as 16 digits; None if unknown.
         is_shard: whether the manifest names it.
     """
 

@@ -25,7 +25,7 @@ class Box:
     """A box of a tensor, given as in :class:`ReadRequest`; ``nbytes`` of an empty box is 0.
 
     Raises:
-        ValueError: it is not a box of the tensor.
+        ValueError: the request is not for a box of the tensor.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class File(Protocol):
         """Fill ``to``, an array of bytes, from ``offset`` on; returns the number of bytes read.
 
         Raises:
-            OSError: it cannot be read; the message names the file.
+            OSError: the file cannot be read; the message names it.
         """
 
     def close(self) -> None:

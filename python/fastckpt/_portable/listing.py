@@ -73,7 +73,7 @@ def is_ours(name: str) -> bool:
 
 
 def strangers(names: Collection[str], files: Collection[str], shards: Collection[str] | None) -> list[str]:
-    """The names in a checkpoint that do not belong to it.
+    """The names in a checkpoint's directory that do not belong to the checkpoint.
 
     Args:
         names: all relative names.

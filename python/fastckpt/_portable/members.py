@@ -151,7 +151,7 @@ def parse(text: str) -> Any:
     """Parse JSON: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(text, parse_int=_int, parse_constant=_constant, object_pairs_hook=_object)
 

@@ -184,7 +184,7 @@ class Reader:
         staging: object = None,
         most_staging: int | None = None,
     ) -> dict[str, Any]:
-        """Read tensors and boxes of them. It needs no ``staging`` memory."""
+        """Read tensors and boxes of them. This needs no ``staging`` memory."""
         del staging, most_staging
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
@@ -227,7 +227,7 @@ class Reader:
     def verify(
         self, *, io: str, threads: int | None, tick: Tick | None, most_staging: int | None = None
     ) -> dict[str, Any]:
-        """Compare every byte with its checksum; report all damage. It needs no staging memory."""
+        """Compare every byte with its checksum; report all damage. This needs no staging memory."""
         del most_staging
         with self._settled():
             return self._verified(io, threads, tick)
@@ -386,7 +386,7 @@ class _Job:
         reader: the checkpoint.
         io: the requested engine.
         threads: the number of threads; None for the default.
-        mapped: the mapped shards, if any: then nothing is read.
+        mapped: the mapped shards, if any; if so, nothing is read.
         damage: collects damage; without it the first is an error.
     """
 

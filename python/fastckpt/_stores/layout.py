@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 def folder_of(manifest: bytes) -> str:
-    """The folder of a save, by the beginning of its manifest; empty if that is damaged."""
+    """The folder of a save, from the beginning of its manifest; empty if the manifest is damaged."""
     return own_checksum(manifest) or ""
 
 
@@ -47,7 +47,7 @@ class Layout:
     """The files of one checkpoint, by their names.
 
     Args:
-        manifest: its manifest, or the beginning of it.
+        manifest: the manifest of the checkpoint, or its beginning.
         sizes: all objects below the URL, with their sizes in bytes.
     """
 
@@ -91,7 +91,7 @@ def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[s
 
     Args:
         objects: the objects below the URL of the checkpoint.
-        names: its objects.
+        names: the objects of the checkpoint.
         manifest: the manifest of the save that stays; empty if none does.
     """
     folder = folder_of(manifest)

@@ -143,7 +143,7 @@ class Objects:
     def children(self) -> tuple[list[str], dict[str, int]]:
         """One level, sorted: the names that have objects below them, and the objects here with their sizes in bytes.
 
-        Both are empty if nothing is there.
+        Both lists are empty if nothing is there.
         """
         import obstore  # noqa: PLC0415
 
@@ -257,8 +257,8 @@ class Objects:
 
         Args:
             name: the object.
-            chunks: its content, one buffer after another. None is used after the next is requested. Their errors are
-                raised here, and the object is not made.
+            chunks: the content, one buffer after another. No buffer is used after the next is requested. Their errors
+                are raised here, and the object is not made.
             size: bytes in all.
             crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be stored with the object for
                 :meth:`sum_of`; it is not checked here. None to store none.
@@ -348,7 +348,7 @@ class Objects:
         return about["last_modified"]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; missing ones are ignored. The order among them is the store's."""
+        """Remove objects; missing ones are ignored. The store chooses the order."""
         import obstore  # noqa: PLC0415
 
         keys = [self._key(name) for name in names]

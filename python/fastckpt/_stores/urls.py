@@ -22,8 +22,8 @@ def place_of(operation: str, path: AnyPath) -> str:
     The result for a URL has its scheme in lower case, two slashes, and none at the end; for ``file://`` it is a path.
 
     Raises:
-        TypeError: it is neither str, bytes nor os.PathLike.
-        ValueError: it is empty, or a URL that names no store or an unknown store.
+        TypeError: ``path`` is neither str, bytes nor os.PathLike.
+        ValueError: ``path`` is empty, or a URL that names no store or an unknown store.
     """
     text = text_of(operation, path)
     if not is_url(text):
