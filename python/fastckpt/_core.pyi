@@ -182,7 +182,7 @@ def save(
     tick: Callable[[int, int], None] | None,
     keep: object = None,
 ) -> WrittenReport:
-    """Write a checkpoint; durable and visible when it returns.
+    """Write a checkpoint, which is durable and visible when this returns.
 
     ``fill(ranges)`` copies the bytes of tensors without an address; worker threads call it. A range is a tuple
     ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
@@ -279,7 +279,7 @@ class Gathering:
     def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
         """Hard-link ``name`` in the directory ``source``, if it is the file ``(device, inode)``."""
     def publish(self, files: Sequence[tuple[str, int]]) -> list[str]:
-        """Make a checkpoint from these files, by name and length; durable and visible when it returns.
+        """Make a checkpoint from these files, by name and length, which is durable and visible when this returns.
 
         Returns:
             Warnings, in words.

@@ -80,7 +80,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     return result
 
 
-#: A number below this, without a unit, is meant in hours.
+#: An age below this, without a unit, is an error: hours are probably meant.
 LEAST_AGE = 60.0
 
 

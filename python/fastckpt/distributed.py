@@ -227,9 +227,9 @@ def load(
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    Any number of ranks, or one process, may have written it, with any sharding. The storage is read once for all ranks:
-    each reads a share, and sends the others the bytes that they need. On one host, cached files are read from the page
-    cache.
+    Any number of ranks, or one process, may have written the checkpoint, with any sharding. The storage is read once
+    for all ranks: each reads a share, and sends the others the bytes that they need. On one host, cached files are read
+    from the page cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from

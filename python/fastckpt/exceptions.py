@@ -48,7 +48,7 @@ class DeadlineError(CheckpointError, OSError):
     """Storage has not answered within ``IO(deadline=...)``, so the save was abandoned.
 
     ``filename`` is the file of the last call; the message names the call. The threads that wait for an answer, and
-    their memory, stay until it comes. (It is no ``TimeoutError``: that ends only a wait, and the save continues.)
+    their memory, stay until it comes. (This is no ``TimeoutError``, which ends only a wait, while the save continues.)
     """
 
 

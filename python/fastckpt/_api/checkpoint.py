@@ -234,7 +234,7 @@ class Checkpoint(Mapping[str, Any]):
             name: the name of the tensor.
 
         Returns:
-            Its dtype, shape, size in bytes, shard and device; nothing is read.
+            The dtype, shape, size in bytes, shard and device of the tensor; nothing is read.
 
         Raises:
             KeyError: there is no such tensor.
@@ -416,8 +416,8 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
         CorruptCheckpointError: the manifest is damaged. (The first read from a damaged shard fails.)
         FormatVersionError: this release does not read its format version.
         FileNotFoundError: there is nothing at ``path``.
-        ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore
-            cannot.
+        ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL and the package obstore
+            cannot be imported.
         KeyError: a pattern of ``device`` matches nothing.
         TypeError: a pattern of ``device`` is not a string.
         OSError: the storage failed, or the store did not answer or refused.

@@ -412,7 +412,7 @@ class Targets:
     def _address(self, index: int) -> int:
         """The byte at which a tensor begins in the mappings."""
         stored = self.stored[index]
-        assert self.mappings is not None  # noqa: S101 - asked before
+        assert self.mappings is not None  # noqa: S101 - the callers check it
         return self.mappings.address(stored.shard, stored.offset, stored.nbytes)
 
     def tensor_dtype(self, index: int) -> Any:
@@ -468,7 +468,7 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of a tensor that is too large but for a dimension of size 0.
+        # Neither library can count the elements of a tensor that would be too large without its dimension of size 0.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Event:
-    """Like ``threading.Event``, never cleared, and safe inside signal handlers.
+    """Like ``threading.Event``, but never cleared, and safe inside signal handlers.
 
     A handler may interrupt anything in its thread, even a wait for the same event. So no waiter holds a lock that
     another could need: each has its own lock, and the list of locks changes in atomic steps.

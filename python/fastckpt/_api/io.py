@@ -81,9 +81,9 @@ class IO:
             file system; on NFS another host must not do so.) With ``device``, new tensors there are copied from the
             pages, and so are tensors and arrays of ``into``, but only after all pages have been checked: a damaged
             checkpoint changes nothing. It excludes ``dtype``, URLs, and loads that ranks make together.
-        verify: for loads: compare every byte with its checksum. With ``mmap``: the pages at the time of the call; a
-            page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read when they
-            are touched.
+        verify: for loads: compare every byte with its checksum. With ``mmap``, compare the pages at the time of the
+            call; a page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read
+            when they are touched.
         on_report: called with the report of each operation that succeeded: a :class:`SaveReport`, a
             :class:`LoadReport`, or that of a copy or verification. For a save in the background the writing thread
             calls it, and logs an error of the function.

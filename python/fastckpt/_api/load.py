@@ -82,7 +82,7 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
         TypeError: a pattern, ``rename``, ``registry``, ``io`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
-            package obstore cannot.
+            package obstore cannot be imported.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was changed.
         OSError: the storage failed, or the store did not answer or refused.

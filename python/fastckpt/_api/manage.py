@@ -85,8 +85,8 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
         NotACheckpointError: the path holds no checkpoint.
         OSError: the directory cannot be read.
     """
-    from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - what reads without the core is seldom needed
-    from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
+    from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - the portable reader is seldom needed
+    from fastckpt._portable.listing import strangers  # noqa: PLC0415 - it is seldom needed
 
     shards: Collection[str] | None = None
     # In a damaged checkpoint, the names decide which files are part of it.
@@ -189,7 +189,7 @@ def clean(
     Args:
         directory: the directory that holds the checkpoints.
         older_than: also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in
-            them has changed for that time: seconds, or a string with a unit (``"2h"``); 0 for any age. Give more than
+            them has changed for that time: seconds, or a string with a unit (``"2h"``); 0 for any age. Pass more than
             the longest pause of a save.
         dry_run: change nothing.
 

@@ -120,7 +120,7 @@ class Exporter:
             self._failures.add(1, failed, context)
             self._duration.record(ended.seconds, failed, context)
             return
-        assert report is not None  # noqa: S101 - what has no error has a report
+        assert report is not None  # noqa: S101 - an operation without an error has a report
         labels["fastckpt.engine"] = report.engine
         self._duration.record(ended.seconds, labels, context)
         self._bytes.add(report.bytes, labels, context)

@@ -32,7 +32,7 @@ def until_settled(read: Callable[[], _T]) -> _T:
     while True:
         try:
             return read()
-        except ReplacedCheckpointError:  # noqa: PERF203 - a loop of a few turns
+        except ReplacedCheckpointError:  # noqa: PERF203 - the loop has few turns
             if time.monotonic() > give_up:
                 raise
 

@@ -102,7 +102,7 @@ class Report:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Throughput in GB/s, GB being 10^9 bytes; 0.0 for an empty checkpoint."""
+        """Throughput in GB/s (GB is 10^9 bytes); 0.0 for an empty checkpoint."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def scalars(self, prefix: str = "checkpoint/") -> dict[str, float]:
@@ -340,7 +340,7 @@ class CopyReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Throughput of the bytes moved in GB/s, GB being 10^9 bytes."""
+        """Throughput of the bytes moved, in GB/s (GB is 10^9 bytes)."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:

@@ -223,7 +223,7 @@ class WritableFile(io.BufferedIOBase):
                     self._begin(_Block(self._memory, self._at - inside, inside))
                 self._pool.shutdown()
                 if self._error is not None:
-                    raise self._error  # noqa: TRY301 - it discards, too
+                    raise self._error  # noqa: TRY301 - this error must discard the file, too
                 self._check_direct()
                 sums = [self._sums[start] for start in sorted(self._sums)]
                 self._file.publish(self._at, _crc64.joined(_crc64.of(b""), sums))

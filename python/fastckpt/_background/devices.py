@@ -108,7 +108,7 @@ class Devices:
         while self._left:
             try:
                 self._left[-1][0].wait()
-            except BaseException:  # noqa: BLE001 - they have ended all the same
+            except BaseException:  # noqa: BLE001 - the copies have ended in any case
                 self._is_sound = False
             # Remove it only now: the list must name the copies in progress.
             self._left.pop()

@@ -124,7 +124,7 @@ class PendingSave(in_flight.SaveInFlight):
         """
         error = self.exception(timeout)
         if error is None:
-            assert self._report is not None  # noqa: S101 - one of the two is there
+            assert self._report is not None  # noqa: S101 - a save without an error has a report
             return self._report
         try:
             raise error
@@ -302,7 +302,7 @@ class PendingSave(in_flight.SaveInFlight):
     def _give(self, report: SaveReport) -> None:
         try:
             give_report(self._io, report)
-        except Exception:  # noqa: BLE001 - the save is done, and the caller is elsewhere
+        except Exception:  # noqa: BLE001 - the save is done, and no caller waits
             logger.exception("%s: on_report of the save raised", self.path)
 
     def _ended(self, error: BaseException | None) -> Ended | None:

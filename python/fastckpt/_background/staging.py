@@ -188,7 +188,7 @@ class Staging:
     def _copy_late(self) -> list[str]:
         """Copy the rest of a lazy save; returns the names of tensors that were changed meanwhile."""
         late = self._pending._late
-        assert late is not None  # noqa: S101 - where the call did not copy everything
+        assert late is not None  # noqa: S101 - the call of a lazy save has set it
         devices = bool(self.devices.sources.devices)
         self.stage(self._rest, last=not devices)
         if self._unasked:

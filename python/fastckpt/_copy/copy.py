@@ -58,7 +58,7 @@ def copy_checkpoint(
     share: tuple[int, int] = (0, 1),
     step: int | None = None,
 ) -> Copied:
-    """Copy a checkpoint; durable and visible as a whole when it returns.
+    """Copy a checkpoint. The copy is durable and visible as a whole when this returns.
 
     Files that an interrupted copy sent are not sent again. A place is an absolute path or a URL, as
     :func:`fastckpt._stores.urls.place_of` gives it.

@@ -83,7 +83,7 @@ class ToDirectory:
                 return reused, []
             warnings = gathering.publish([(item.name, item.nbytes) for item in plan.items])
             leave = gathering.give_up
-            return reused, warnings  # noqa: TRY300 - the clean-up is told above
+            return reused, warnings  # noqa: TRY300 - `leave` selects the clean-up
         except BaseException as error:
             if not share[0] and _is_of_no_use(error):
                 leave = gathering.give_up
@@ -135,7 +135,7 @@ class _Copied:
 
     def put(self, start: int, data: Bytes) -> int:
         """See :class:`Sink`."""
-        assert self._file is not None  # noqa: S101 - nothing comes behind the end
+        assert self._file is not None  # noqa: S101 - no block comes after the end
         return self._gathering.write(self._file, start, data.ctypes.data, len(data))
 
     def end(self, opened: Opened) -> None:

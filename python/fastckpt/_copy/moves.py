@@ -107,7 +107,7 @@ class _File:
                 readable(self.summed.compare)
             sink.end(opened)
             opened.close()
-        except BaseException as error:  # noqa: BLE001 - it belongs to the file
+        except BaseException as error:  # noqa: BLE001 - the error is the file's
             with self._lock:
                 self.error = self.error or error
 
@@ -188,7 +188,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
 def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
     """The files that could not be read. Other errors are raised."""
     wrong = [file.error for file in files if file.error is not None and not isinstance(file.error, UnreadableError)]
-    # Threads that another thread stopped report only that.
+    # Threads that another thread stopped report only the stop: their errors come last.
     for error in sorted(wrong, key=lambda error: isinstance(error, CancelledError)):
         raise error
     found = {}

@@ -39,7 +39,7 @@ class Plan:
         for source in sources:
             try:
                 here = source.manifest()
-            except CorruptCheckpointError as error:  # noqa: PERF203 - a loop of one or two turns
+            except CorruptCheckpointError as error:  # noqa: PERF203 - the loop has one or two turns
                 self._lost.append(error)
                 self._sources.append(source)
             except (CheckpointError, OSError) as error:

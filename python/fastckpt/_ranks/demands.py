@@ -140,7 +140,7 @@ class Demands:
     def targets(self) -> RankTargets:
         """The memory to fill; its ``drain`` is that of a load of one process."""
         targets = self.prepared.targets
-        assert isinstance(targets, RankTargets)  # noqa: S101 - it was made so
+        assert isinstance(targets, RankTargets)  # noqa: S101 - `demands` made it so
         return targets
 
     @property
@@ -293,7 +293,7 @@ class Wanting:
         """The verdict: which parts differ, and which tensors no rank wants.
 
         Raises:
-            StructureMismatchError: no rank wants some tensor, and a rank's load is strict.
+            StructureMismatchError: no rank wants one of the tensors, and a rank's load is strict.
         """
         main, cuts, strict, unwanted = combined
         local = self.local

@@ -235,7 +235,7 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
 
     def decide(combined: dict[str, Any]) -> Any:
         raise_lost(combined)
-        assert agreement is not None  # noqa: S101 - a rank without one has lost
+        assert agreement is not None  # noqa: S101 - a rank without an agreement reports a lost exchange
         return agreement.decide(combined["wanted"])
 
     return operation.round("wanted", value, combine=combine, decide=decide)

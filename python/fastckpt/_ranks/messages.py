@@ -80,7 +80,7 @@ def join(
         else:
             value = combine(values) if below or member.rank == 0 else own.value
         return Message(own.called, own.name, [], 0, value, met)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it fails the operation for all
+    except Exception as error:  # noqa: BLE001 - any error fails the operation for all
         return Message(own.called, own.name, [member.failure(words.told(error))], 0, None, met)
 
 

@@ -97,7 +97,7 @@ def share(engine: _core.RankSave, near: Neighbours, swap: Swap) -> Shared:
     Args:
         engine: the save of this rank, before its first message.
         near: the result of :func:`neighbours`.
-        swap: swaps bytes with ranks: :func:`.exchange.swapped`.
+        swap: a function that swaps bytes with ranks, made of :func:`.exchange.swapped`.
     """
     tables = {mate: (array("Q", own), count) for mate, own, count in engine.addresses(list(near.processes))}
     sent = {mate: own.tobytes() for mate, (own, _) in tables.items() if own}

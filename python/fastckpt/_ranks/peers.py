@@ -203,7 +203,7 @@ class Peers:
         return whom
 
     def _answer_late(self) -> None:
-        """Answer ranks that arrive at their first call while this rank is in none: they have missed a verdict."""
+        """Answer ranks that arrive at their first call while this rank is in no call: they have missed a verdict."""
         member = self._member
         if self._transport is None or self.session == "" or member.has_met or self._process != os.getpid():
             return

@@ -51,7 +51,7 @@ class Group(NamedTuple):
         ranks: the rank of each in the default group.
         host: the name of this machine.
         store: a torch store under a name that no other group has; None for one process.
-        serves: the rank whose process may have the server of that store; None if none has.
+        serves: the rank whose process may run the server of that store; None if no rank does.
     """
 
     rank: int

@@ -101,7 +101,7 @@ def told(error: BaseException) -> str:
     """Return the description of an exception for other ranks."""
     try:
         said = str(error)
-    except Exception:  # noqa: BLE001 - it is the user's, and the others have to hear of it all the same
+    except Exception:  # noqa: BLE001 - the user's exception must reach the others even without its text
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return f"failed: {text[:LONGEST]}"

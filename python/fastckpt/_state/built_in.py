@@ -134,7 +134,7 @@ def _configured(value: Any) -> Encoded:
         own = {name: flag for name, flag in (node._metadata.flags or {}).items() if flag is not None}  # noqa: SLF001
         if own:
             flags.append((path, own))
-        content = node._content  # noqa: SLF001 - as it is stored, whatever it refers to
+        content = node._content  # noqa: SLF001 - the stored content, without resolving references
         if isinstance(content, dict):
             rest.extend(([*path, key], child) for key, child in content.items() if OmegaConf.is_config(child))
         elif isinstance(content, list):
@@ -184,7 +184,7 @@ def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
         for key in exact(path, list):
             if type(key) not in _IN_CONFIGURATIONS and not issubclass(type(key), enum.Enum):
                 raise ValueError("not a key of a configuration")
-            node = node._get_node(key)  # noqa: SLF001 - without following what it refers to
+            node = node._get_node(key)  # noqa: SLF001 - the stored content, without resolving references
         for name, flag in exact(own, dict).items():
             if type(flag) is not bool:
                 raise ValueError("a flag that is neither true nor false")

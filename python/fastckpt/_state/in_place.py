@@ -41,7 +41,7 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
     while stack:
         try:
             exists, new, whole = stack[-1].send(sent)
-        except StopIteration as done:  # noqa: PERF203 - what a generator returns comes so
+        except StopIteration as done:  # noqa: PERF203 - this is how a generator returns
             stack.pop()
             sent = done.value
         else:

@@ -25,7 +25,7 @@ def strip_prefix(*prefixes: str) -> Callable[[str], str]:
         A function that maps a key to the key without them.
 
     Raises:
-        TypeError: a prefix is not a string, or empty, or there is none.
+        TypeError: a prefix is not a string, or is empty, or no prefix is passed.
 
     Example:
         >>> import fastckpt

@@ -90,7 +90,7 @@ class _Frame:
 
 
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
-    """The position of every value, composed values before their parts, and of every tensor in a key, in order.
+    """The positions of all values (composed values before their parts) and of all tensors in keys, in order.
 
     Composed tensors are included. Each comes with the enclosing values, with their current keys, and whether the tensor
     is in that key. Without ``items`` plain values are skipped, except those of mappings.
@@ -210,7 +210,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
 
     A place of a tied tensor has the name of its key path, unless a tensor is stored under that, or the keys do not
     determine it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
-    has the stored name, the first gets it; and so does the only place of a tensor.
+    has the stored name, the first place gets it; so does the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)

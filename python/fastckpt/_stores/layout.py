@@ -85,7 +85,7 @@ def sums_of(objects: Objects, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[str]:
-    """The objects that fastckpt uploaded for another save than the one with this manifest.
+    """The objects that fastckpt uploaded for saves other than the one with this manifest.
 
     An earlier save or an interrupted copy left them. Objects of other programs have no checksum stored with them.
 

@@ -29,7 +29,7 @@ def place_of(operation: str, path: AnyPath) -> str:
     if not is_url(text):
         return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
     found = _parts(text)
-    assert found is not None  # noqa: S101 - is_url said so
+    assert found is not None  # noqa: S101 - is_url has matched it
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
         # Only a host may come between the second and the third slash, and only this machine is accepted.

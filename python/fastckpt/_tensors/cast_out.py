@@ -34,7 +34,7 @@ class Loss:
         #: Tensors of one element on a device, which show whether a part had numbers out of range.
         self._flags: list[Any] = []
 
-    def note(self, found: bool) -> None:  # noqa: FBT001 - the one thing it says
+    def note(self, found: bool) -> None:  # noqa: FBT001 - it is the only argument
         """Record whether numbers out of range were found."""
         if found:
             self._is_certain = True

@@ -453,7 +453,7 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
                 data = np.array(_memory.at(address, nbytes))
                 mover.flip(data, start)
                 transfer.kept.append(data)
-                address = _memory.address_of(data)  # noqa: PLW2901 - of what is sent instead
+                address = _memory.address_of(data)  # noqa: PLW2901 - the flipped bytes are sent instead
             for part, size in mover.parts(start, nbytes):
                 run.add(part, address, size)
                 address += size  # noqa: PLW2901 - it goes on through the range

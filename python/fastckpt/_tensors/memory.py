@@ -142,7 +142,7 @@ class _Pages:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
-            except OSError as error:  # noqa: PERF203 - once, as a rule
+            except OSError as error:  # noqa: PERF203 - the loop usually has one turn
                 # Only locked pages are refused: the second advice works on them, except in an old kernel.
                 if error.errno != refused:
                     raise

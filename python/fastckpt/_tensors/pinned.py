@@ -196,7 +196,7 @@ class Registration:
                     if reason is not None:
                         break
                     piece.settled.set()
-        except Exception as error:  # noqa: BLE001 - it is told, and copies do without
+        except Exception as error:  # noqa: BLE001 - the report has it, and copies need no pinning
             reason = str(error)
         finally:
             if reason is not None:
@@ -256,7 +256,7 @@ class Registration:
                         cudart = self._module.cudart()
                         status = cudart.cudaHostUnregister(piece.begin)
                     reason = _text(cudart, status) if int(status) else None
-                except Exception as error:  # noqa: BLE001 - it is told
+                except Exception as error:  # noqa: BLE001 - it is logged
                     reason = str(error)
                 piece.is_pinned = False
                 _known.unreserve(piece.nbytes)

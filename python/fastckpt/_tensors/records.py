@@ -111,7 +111,7 @@ def encode_array(array: Array) -> dict[str, Any]:
     size = dtype.itemsize
     if not size:
         return {"dtype": described, "data": np.empty((*array.shape, 0), np.uint8)}
-    # A view, whatever the strides: ties in memory are kept.
+    # The result is a view, whatever the strides, so that ties in memory are kept.
     return {"dtype": described, "data": array.view(np.ndarray).view(f"V{size}")[..., None].view(np.uint8)}
 
 

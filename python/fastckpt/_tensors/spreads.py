@@ -108,5 +108,5 @@ def _kind(value: Any) -> str:
 def refuse_part(_: Part) -> Stored:
     """Refuse a Part in a save or load of one process."""
     raise Unsupported(
-        "a Part belongs into the state of fastckpt.distributed.save, or into= of its load, which all ranks call"
+        "a Part belongs in the state of fastckpt.distributed.save, or in into= of its load, which all ranks call"
     )
