@@ -158,7 +158,7 @@ def where(name: str, known: Collection[str]) -> str:
     for argument, (public, record) in _RECORDS.items():
         option = inspect.signature(record).parameters.get(name)
         if option is not None and option.kind is not inspect.Parameter.VAR_POSITIONAL:
-            whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, which this does not take"
+            whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, not of this call"
             return f": it is an option of {whose}"
     here = _ELSEWHERE.get(name, "")
     if here.partition("=")[0] in known:

@@ -118,7 +118,7 @@ def guard(module: Any) -> Guard:
         raise TypeError(
             f"guard: {kind} is an optimizer, or wraps one, and needs no guard: its step waits for the copy by itself"
             if callable(getattr(module, "step", None))
-            else f"guard: not a module: {kind}; call wait_staged() of the pending save before you change tensors"
+            else f"guard: {kind} is not a module; call wait_staged() of the pending save before you change tensors"
         )
     known = _guards.get(module)
     if known is None:

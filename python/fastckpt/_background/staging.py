@@ -242,7 +242,7 @@ class Staging:
             return
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"save_async: {self._pending.path}: changed in place while IO(lazy=True) was copying: "
+            f"save_async: {self._pending.path}: tensors changed in place while IO(lazy=True) was copying: "
             f"{', '.join(names[:_NAMED])}{more}. Nothing was written. Call wait_staged() of the pending save before "
             "you change tensors otherwise than by an optimizer's step, or save with IO(lazy=False)"
         )

@@ -53,7 +53,7 @@ def received(member: Member, rank: int, data: bytes) -> Message:
     except words.DamagedError as error:
         return Message(nowhere, "", [member.failure(words.told(error))], 0, None, [])
     if version != VERSION:
-        why = f"runs fastckpt {version}, rank {member.rank} runs {VERSION}: all ranks must run the same version"
+        why = f"runs fastckpt {version}, but rank {member.rank} runs {VERSION}: all ranks must run the same version"
         return Message(nowhere, "", [RankFailure(rank, member.hosts.get(rank, ""), why)], 0, None, [])
     called, name, failures, more, value, met = said
     calls = None if met is None else [(Called(*one), [Called(*each) for each in left]) for one, left in met]

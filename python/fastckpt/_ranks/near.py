@@ -87,7 +87,7 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
         if other in found and rank in json.loads(said):
             both[other] = found[other]
         elif other in found:
-            whys.append(f"rank {other} cannot read the memory of this one")
+            whys.append(f"rank {other} cannot read the memory of this rank")
     return Neighbours(both, whys[0] if whys else "")
 
 
