@@ -29,7 +29,7 @@ _FORMATS = {
 }
 _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
-#: The start of a zip archive of torch.save, and the first bytes, in which the name of its first entry is.
+#: The start of a zip archive of torch.save, and the number of first bytes that hold the name of its first entry.
 _ZIP, _LOOK = b"PK\x03\x04", 256
 #: The most entries of a directory that are examined: a remote directory of data may have millions.
 _MOST = 1000

@@ -40,9 +40,9 @@ class IO:
             it is set, else takes the first of these that works; the report names the engine that ran. A load with
             ``auto`` reads cached files from the page cache. If LOCAL_WORLD_SIZE is more than 1, a load of a whole
             checkpoint reads through the page cache, so that ranks of a node that load one path read the storage once;
-            on storage of several machines a load of some whole tensors does so, too. Neither does if one of the path's
-            last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only one rank
-            loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
+            on storage of several machines, a load of some whole tensors does so, too. Neither load does so if one of
+            the path's last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only
+            one rank loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
         threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
             ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one thread below 2 MiB. There are never
             more threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned

@@ -27,8 +27,8 @@ class Plan:
         nbytes: bytes of all files.
 
     Raises:
-        CorruptCheckpointError: no source has an undamaged manifest, and the first one is damaged. FileNotFoundError,
-            another OSError or another CheckpointError: the same, with the error of the first source.
+        CorruptCheckpointError, FileNotFoundError, another OSError or another CheckpointError: no source has an
+            undamaged manifest; this is the error of the first source.
         ValueError: the contents of a source cannot be copied.
     """
 

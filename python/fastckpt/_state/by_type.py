@@ -57,7 +57,7 @@ ATTRIBUTED_TOKEN = f'["type","{ATTRIBUTED}"]'
 
 
 class Attributed:
-    """An OrderedDict that has attributes, like ``_metadata`` of a module's state: stored as its items and these."""
+    """An OrderedDict with attributes, like ``_metadata`` of a module's state, stored as its items and attributes."""
 
     __slots__ = ("value",)
 

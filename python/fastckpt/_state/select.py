@@ -387,7 +387,7 @@ def prune(
     Args:
         tokens: the structure.
         wanted: the positions.
-        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
+        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close gaps.
         closed: the ranges of ``tokens`` in which lists close up even with ``hole``.
 
     Returns:

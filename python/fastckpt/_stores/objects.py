@@ -186,7 +186,7 @@ class Objects:
             except FileNotFoundError:
                 raise
             except Exception as error:
-                # A range that begins after the end is a different error in each store; all mention the range.
+                # Each store reports a range that begins after the end in its own way, but all mention the range.
                 if "range" in str(error).lower() and obstore.head(self._store, self._key(name))["size"] <= start:
                     return b""
                 raise
