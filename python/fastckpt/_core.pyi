@@ -140,13 +140,13 @@ class SaveOptions:
     ``model_prefix`` is the prefix of the model's tensor names, empty if all of the state is the model. Names that begin
     with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
-    counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
-    are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
-    has for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
-    manifest records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the
-    staging buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation
-    ends, or for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and
-    threads that wait for it continue to use their memory.
+    counters. ``operation`` is the save that these options are for, if it has begun; ``step`` and ``elapsed`` are its
+    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` has for
+    each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the manifest
+    records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the staging
+    buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation ends, or
+    for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and threads
+    that wait for it continue to use their memory.
     """
 
     def __new__(
@@ -657,7 +657,7 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is missing."""
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, object]:
-        """``nbytes`` of a file from ``start`` on; fewer if it ends before.
+        """``nbytes`` of a file from ``start`` on; fewer if the file ends earlier.
 
         Returns their address, their number, and an object that keeps them unchanged as long as it lives.
         """

@@ -18,7 +18,7 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
     """Mean time to failure of a cluster: ``mttf / accelerators``.
 
     Source: the failure rate of independent parts is the sum of their rates; Micron and Lightbits quote 124 minutes
-    for 24,000 accelerators (49,600 h each), MLCommons assumes 50,000 h.
+    for 24,000 accelerators (49,600 h each); MLCommons assumes 50,000 h.
 
     Args:
         mttf: the MTTF of one accelerator.

@@ -147,7 +147,7 @@ def show_bytes(count: float) -> str:
     """``count`` bytes in the largest decimal unit that keeps a leading digit."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5:  # noqa: PLR2004 - what rounds to 1000 goes to the next unit
+        if value < 999.5:  # noqa: PLR2004 - a number that rounds to 1000 needs the next unit
             return f"{digits(value)} {unit}"
         value /= 1000
     return f"{digits(value)} PB"

@@ -204,7 +204,7 @@ def save_async(
                 job = Job(request, group)
             pending = job.begin()
         except BaseException as error:
-            # The other ranks wait for this one, unless a thread has taken over, which then tells them.
+            # The other ranks wait for this one, unless a thread has taken over, which then informs them.
             if job is not None and not job.give_up(error):
                 raise
             if request is not None:
@@ -255,7 +255,7 @@ def load(
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: any error of :func:`fastckpt.load`, on this rank. If an object in ``into`` refuses its state
-            (CheckpointError), the other ranks have already loaded theirs, and return.
+            (CheckpointError), the other ranks have loaded their states, and return.
         TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is already in a save or load of the group, which a signal handler has interrupted; or
             this process was forked from a rank.

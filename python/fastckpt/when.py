@@ -32,7 +32,7 @@ class Moment:
 
     Attributes:
         step: the training step.
-        previous: the last step before it that the manager knows, or None.
+        previous: the last earlier step that the manager knows, or None.
         first: the first step that this manager was asked about.
         since: seconds since the last save began, or since the manager was made.
         in_flight: whether a save is still being written.

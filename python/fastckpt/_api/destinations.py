@@ -474,7 +474,7 @@ class Targets:
         return shape
 
     def _fits(self, index: int, nbytes: int) -> None:
-        """Refuse a tensor whose stored number of bytes is not that of its dtype and shape.
+        """Refuse a tensor whose stored number of bytes does not match its dtype and shape.
 
         A new tensor (on the host, on a device or over a mapping) and a part of a tensor are made from this dtype and
         shape; existing memory has its own.

@@ -34,7 +34,7 @@ class Memory:
     Attributes:
         core: the object for the core.
         nbytes: the size of the memory.
-        generation: how often the caller had asked to free memory when this was made.
+        generation: how often the caller had asked to free memory before this memory was made.
         registration: the registration of its pinned part; None before :meth:`pin`, and for devices that do not pin.
     """
 

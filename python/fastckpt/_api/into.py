@@ -66,7 +66,7 @@ class _Entry:
 
 
 class Into:
-    """The tensors of ``into=``, matched with those of the checkpoint.
+    """The tensors of ``into=``, matched with the tensors of the checkpoint.
 
     Args:
         reader: the checkpoint.

@@ -85,7 +85,7 @@ class IO:
             call; a page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read
             when they are touched.
         on_report: called with the report of each operation that succeeded: a :class:`SaveReport`, a
-            :class:`LoadReport`, or that of a copy or verification. For a save in the background the writing thread
+            :class:`LoadReport`, or that of a copy or verification. For a save in the background, the writing thread
             calls it, and logs an error of the function.
 
     Raises:

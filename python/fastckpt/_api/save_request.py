@@ -176,7 +176,7 @@ def build_request(
     return request
 
 
-#: Remarks about types that were already issued.
+#: The remarks about types that have been issued.
 _said: set[str] = set()
 
 

@@ -115,7 +115,7 @@ class BackgroundSave:
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller finishes it: %s", self.pending.path, error)
             return False
-        # The thread sets this itself when it runs, but the next save or drain must know now.
+        # The thread sets this itself when it runs, but the next save or drain needs it now.
         self.pending.started = True
         return True
 

@@ -103,7 +103,7 @@ class Devices:
         """Wait until nothing writes to the memory; returns whether all copies succeeded.
 
         This waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is
-        chained to an error that the caller gets anyway.
+        chained to the error that the caller gets.
         """
         while self._left:
             try:

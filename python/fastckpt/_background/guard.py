@@ -88,8 +88,8 @@ def guard(module: Any) -> Guard:
     """Make ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before it returns.
 
     A guard is for modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else
-    needs a guard: every optimizer step waits for the copy anyway, and tensors under 64 KiB (BatchNorm's statistics) are
-    copied at the call. Code that changes larger tensors in other ways must first call ``wait_staged()`` of the save.
+    needs a guard: every optimizer step waits for the copy, and tensors under 64 KiB (BatchNorm's statistics) are copied
+    at the call. Code that changes larger tensors in other ways must first call ``wait_staged()`` of the save.
 
     A guard is not a hook, which code compiled earlier by ``torch.compile`` would not call. It lasts until the module is
     gone or the guard is removed. This call waits for saves whose copy is still running.

@@ -129,8 +129,8 @@ class PendingSave(in_flight.SaveInFlight):
         try:
             raise error
         finally:
-            # The traceback of the error has this frame and those of its callers. The handle in it, which has the error,
-            # would make a cycle, and all would live until Python collects cycles.
+            # The traceback of the error has this frame and the frames of its callers. The handle in it, which has the
+            # error, would make a cycle, and all would live until Python collects cycles.
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -173,7 +173,7 @@ class PendingSave(in_flight.SaveInFlight):
         """Stop the save and wait until nothing of it is left; the old checkpoint stays.
 
         Returns:
-            Whether the save was stopped; False if it is already durable, or has failed. A second call returns the same.
+            Whether the save was stopped; False if it is durable, or has failed. A second call returns the same.
         """
         if not self.finished.is_set():
             self._same_process()
@@ -184,7 +184,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call a function when the save ends, in the thread that writes; at once if it has ended already.
+        """Call a function when the save ends, in the thread that writes; at once if it has ended.
 
         Args:
             function: called with this handle. Exceptions that it raises are logged.
@@ -312,7 +312,7 @@ class PendingSave(in_flight.SaveInFlight):
         return None if self._report is None else well(self._report)
 
     def _abandon(self, error: BaseException) -> None:
-        """The call itself failed: only threads that already wait have this handle."""
+        """Record that the call itself failed: only threads that wait have this handle."""
         in_flight.leave(self)
         self._late = None
         self._set_staged()

@@ -61,7 +61,7 @@ def copy_checkpoint(
     """Copy a checkpoint. The copy is durable and visible as a whole when this returns.
 
     Files that an interrupted copy sent are not sent again. A place is an absolute path or a URL, as
-    :func:`fastckpt._stores.urls.place_of` gives it.
+    :func:`fastckpt._stores.urls.place_of` returns it.
 
     Args:
         sources: places of the checkpoint, the nearest first. Each file comes from the first source that has it whole.

@@ -61,7 +61,7 @@ class Plan:
         self.nbytes = len(self.manifest) + sum(item.nbytes for item in self.items)
 
     def heals(self, target: str) -> bool:
-        """Whether the target is one of the sources: its damaged files are replaced."""
+        """Whether the target is one of the sources, so that its damaged files are replaced."""
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:

@@ -44,7 +44,7 @@ class Member:
         size: ranks in the group.
         host: the name of its host.
         word: a random word that no other rank, and no earlier process, has.
-        serves: the rank whose process may have the server of the store; None if it is none of them.
+        serves: the rank whose process may run the server of the store; None if none of them does.
     """
 
     rank: int

@@ -59,9 +59,9 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
 
     Args:
         rank: this rank of the gloo group.
-        ranks: the rank of each in the default group.
+        ranks: the rank of each member in the default group.
         host: the name of this rank's host.
-        store: the gloo group's; all ranks come here at about the same time.
+        store: the store of the gloo group; all ranks call this at about the same time.
 
     Raises:
         RuntimeError: a rank has not arrived.

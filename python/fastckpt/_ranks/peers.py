@@ -45,7 +45,7 @@ class Peers:
         size: processes in the group.
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
-        serves: the rank whose process may have the server of the store; None if that is none of them.
+        serves: the rank whose process may run the server of the store; None if none of them does.
         shown: whether the monitor shows the group, and the rank that this one waits for.
     """
 

@@ -50,7 +50,7 @@ class AgreedByRanks(Agreed):
     """The agreement of the ranks. Only the coordinator has the texts.
 
     Attributes:
-        spreads: the spreads that the tensors' numbers refer to.
+        spreads: the spreads to which the tensors refer by number.
         grains: bytes of the largest memory page that a rank's kernel has, bytes of a grain, and the ranks of a team
             (``_core.Share.to_save``).
         seed: the seed for drawing samples of what several ranks hold.
@@ -74,7 +74,7 @@ class AgreedByRanks(Agreed):
         return self.structure, self.metadata, self.per_rank
 
     def sum_of(self) -> Callable[[int, int], int | None] | None:
-        """The callback that the core asks for the sums of parts, by tensor and part."""
+        """The callback with which the core requests the sums of parts, by tensor and part."""
         summed = self.sum
         if summed is None:
             return None
@@ -312,7 +312,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _join(session: Session, engine: _core.RankSave, path: str, name: str, attention: Attention) -> dict[str, Any]:
-    """Open the coordinator's directory: the proof of one file system. Allocate files in it; return what broke off."""
+    """Open the coordinator's directory, which proves a shared file system; allocate files; return a lost outcome."""
     try:
         engine.join(path, name)
     except FileNotFoundError as error:
@@ -366,7 +366,7 @@ def _write(
         with range_of("fastckpt.write"):
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
-        # The coordinator removes the files after the save has failed, and then tells the others.
+        # The coordinator removes the files after the save has failed, and then informs the others.
         raise LostError(f"the files of the save have disappeared: {error}") from error
 
 

@@ -102,7 +102,7 @@ class _Listening:
     listened: float
     #: When the failure of the turn became known.
     failed: float | None = None
-    #: Whether there is a verdict already.
+    #: Whether there is a verdict.
     decided: bool = False
     found: dict[int, Message] = field(default_factory=dict)
 
@@ -582,7 +582,7 @@ class Turn:
     # Ends.
 
     def _tell(self, failure: RankFailure) -> Steps:
-        """Tell working ranks that the turn has failed; the first failure counts."""
+        """Announce to working ranks that the turn has failed; the first failure counts."""
         if not self._aborted:
             self._aborted = True
             yield Swap(self._abort, b"", words.encode(list(failure)))

@@ -45,7 +45,7 @@ class Comparison:
     Args:
         engine: the save of this rank, which holds the memory.
         share: the boxes of all ranks.
-        ranks: who saves, and how much they compare.
+        ranks: the ``ranks=`` of the call: the ranks that save, and how much they compare.
         seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.

@@ -48,7 +48,7 @@ class Group(NamedTuple):
     Attributes:
         rank: the index of this process.
         size: the number of processes.
-        ranks: the rank of each in the default group.
+        ranks: the rank of each process in the default group.
         host: the name of this machine.
         store: a torch store under a name that no other group has; None for one process.
         serves: the rank whose process may run the server of that store; None if no rank does.

@@ -264,7 +264,7 @@ _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: n
 
 
 def _known(codec: Codec | None) -> Codec | None:
-    """A codec whose class is the same everywhere: a value that does not fit it is malformed."""
+    """A codec whose class is the same everywhere: a value that does not fit the class is malformed."""
     if codec is None:
         return None
     back = codec.decode

@@ -530,5 +530,5 @@ def flatten(
 
 
 def canonical(token: Any) -> str:
-    """A parsed token as the text that :func:`flatten` gives it."""
+    """A parsed token as the text that :func:`flatten` emits for it."""
     return json.dumps(token, separators=(",", ":"))

@@ -93,7 +93,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
     """The positions of all values (composed values before their parts) and of all tensors in keys, in order.
 
     Composed tensors are included. Each comes with the enclosing values, with their current keys, and whether the tensor
-    is in that key. Without ``items`` plain values are skipped, except those of mappings.
+    is in that key. Without ``items``, plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]

@@ -30,7 +30,7 @@ Token: TypeAlias = Any
 #: Builds a value from its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The most digits of an integer of 64 bits; fastckpt writes no longer ones.
+#: The most digits of an integer of 64 bits; fastckpt writes no longer integers.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})

@@ -156,7 +156,7 @@ ENCODERS: dict[type, Callable[[Any], str]] = {
 }
 
 
-#: Every type in the structure itself, except torch's and those of paths.
+#: Every type in the structure itself, except torch's types and the types of paths.
 PLAIN = frozenset(
     (
         *ENCODERS,

@@ -300,7 +300,7 @@ class Objects:
             before: the result of :meth:`read_version`.
 
         Raises:
-            FileExistsError: another object than ``before`` is there, or none; nothing was changed.
+            FileExistsError: an object other than ``before`` is there, or no object; nothing was changed.
         """
         import obstore  # noqa: PLC0415
 

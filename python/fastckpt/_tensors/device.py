@@ -410,7 +410,7 @@ def download(
 
     Args:
         link: the device.
-        jobs: the ranges: the tensor, and start, address and bytes.
+        jobs: for each range: the tensor, the start, the address and the bytes.
         ready: an event that the copies come after, or None.
         outlives: whether the transfer may outlive the requesting call; if so, the tensors are protected.
     """

@@ -1,10 +1,10 @@
 """CRC-64/NVME (docs/format.md, 3.3) of bytes in device memory, computed there by plain operations of torch.
 
 A CRC is linear over GF(2): apart from a constant that depends only on the length, each of its 64 bits is the parity of
-some of the message's bits. So it is the product of a vector of bits and a matrix of bits, with sums modulo 2. Rows of
-256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix that moves
-each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is padded at
-its start.
+some of the message's bits. So a CRC is the product of a vector of bits and a matrix of bits, with sums modulo 2. Rows
+of 256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix that
+moves each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is
+padded at its start.
 
 Every count is exact in any type in which devices multiply: a product is 0 or 1, and a sum is at most 2048, which half
 precision represents, in any order and precision of accumulation.

@@ -179,7 +179,7 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
     """A new mapping in huge pages, its address, and the start of its last ``nbytes``, at a huge page.
 
     Raises:
-        OSError: there is no room, or it would be locked, and so resident at once.
+        OSError: there is no room, or the mapping would be locked, and so resident at once.
     """
     if _locked():
         raise OSError(errno.EAGAIN, "new mappings are locked in memory")

@@ -258,8 +258,8 @@ class Sinks(_Movers):
     def drain(self, ranges: Iterable[Range]) -> None:
         """Copy ranges from host memory to their destinations. The core's callback, for any thread.
 
-        When it returns the copies have ended: the memory may be reused, and every stream sees the results, because the
-        host has waited for the copies.
+        When this returns, the copies have ended: the memory may be reused, and every stream sees the results, because
+        the host has waited for the copies.
 
         Raises:
             Exception: the failure; all copies have ended.
