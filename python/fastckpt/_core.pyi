@@ -196,7 +196,7 @@ def save(
 def check_target(path: str, overwrite: bool, deadline: timedelta | None = None) -> None:
     """Raise the error that a save to ``path`` would raise, as far as a check can show it; create nothing.
 
-    Such an error: the name is taken and must not be replaced, no directory can be made there, or storage hangs.
+    Examples: the name is taken and must not be replaced, no directory can be made there, the storage does not answer.
     """
 
 @final
@@ -969,7 +969,7 @@ class RankSave:
     def addresses(self, mates: Sequence[int]) -> list[tuple[int, list[int], int]]:
         """For each of some ranks of this host: the rank, addresses for it, and the number of addresses to get from it.
 
-        The addresses are of the parts that it reads in this rank's memory; all are 0 if one part cannot be read.
+        The addresses are those of the parts that it reads in this rank's memory; all are 0 if one part cannot be read.
         """
     def share(self, given: set[int], taken: Sequence[tuple[int, int, list[int]]]) -> int:
         """Send no messages for what ranks of this host read in each other's memory. Call it before the first message.

@@ -39,7 +39,7 @@ def copy(
     Raises:
         CorruptCheckpointError: a file of the source is damaged or missing; nothing is at ``target``.
         FileNotFoundError: there is no checkpoint at ``source``.
-        FileExistsError: ``target`` exists, and either is not a checkpoint or ``overwrite`` is false.
+        FileExistsError: ``target`` exists, and it is not a checkpoint or ``overwrite`` is false.
         NotACheckpointError: ``source`` was not written by fastckpt.
         ImportError: a place is a URL, and the package obstore cannot be imported.
         NotImplementedError: ``target`` is a path, and this installation has no compiled core.

@@ -56,10 +56,10 @@ class Targets:
     Attributes:
         requests: for the core; the address is 0 where a mover accepts the bytes. With ``mappings``: copies to make.
         movers: the movers of requests, by request number.
-        mappings: where shards are mapped, or None. If mapped, new tensors on the host are pages of the mappings, and
+        mappings: where shards are mapped, or None. If they are, new tensors on the host are pages of the mappings, and
             :meth:`copy_mapped` fills all other destinations.
         sinks: the sinks that :meth:`begin` made.
-        fresh: bytes to fill in new host tensors and arrays, and how many of these bytes are in large ones.
+        fresh: bytes that are read into new host tensors and arrays, and how many of them are in large ones.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Targets:
     def ask(
         self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
     ) -> None:
-        """Request a read of a tensor, or of a rank's part of it, into the tensor or array ``memory``.
+        """Request a read of a whole tensor, or of a rank's part of it, into the tensor or array ``memory``.
 
         Every request goes through this method or one of the two below.
 

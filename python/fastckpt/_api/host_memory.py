@@ -136,7 +136,7 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
 
 @contextlib.contextmanager
 def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
-    """A context with staging memory for an operation between files and devices; at its end, the core no longer uses it.
+    """A context with staging memory for an operation between files and devices; the core no longer uses it at the end.
 
     Args:
         devices: the ``torch.device`` objects that it copies from or to.

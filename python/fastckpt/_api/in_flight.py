@@ -36,7 +36,7 @@ class SaveInFlight:
 def can_wait_for(save: SaveInFlight) -> bool:
     """Whether this thread can wait for a save: it cannot if the save waits for this thread.
 
-    A save waits for this thread if a signal handler interrupted its preparation, or if this thread has an earlier turn.
+    A save waits for a thread that prepares it and now runs a signal handler, and for a thread in an earlier turn.
     """
     if save.operation is not None and save.operation.waits_for_caller():
         return False
@@ -217,7 +217,7 @@ def _at_exit() -> None:
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)
-        # Write the line at once: the failed thread may be logging at this moment.
+        # Write the line in one call: the failed thread may be logging at this moment.
         line = (
             f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"

@@ -528,7 +528,7 @@ class Into:
             self.targets.ask_strided(index, value, self._layout(given)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
-        """Return ``into`` with the state of ``tokens``, which :meth:`match` returned, after everything has been read.
+        """Once everything has been read, return ``into`` with the state of ``tokens``, the result of :meth:`match`.
 
         Raises:
             CheckpointError: an object refused its state.

@@ -18,7 +18,7 @@ class Lent:
     """The memory lent to one operation.
 
     Attributes:
-        core: the memory, in the core's form; None if no device takes part and the core uses its own memory.
+        core: the memory, in the core's form; None if no device takes part: the core then uses its own memory.
     """
 
     def __init__(self, memory: Memory | None) -> None:

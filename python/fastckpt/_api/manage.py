@@ -36,9 +36,9 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
 
     The checkpoint loses its name in one durable step, and then its files: half of it is never visible. If the process
     is killed in between, files stay under a temporary name; the next save into the same parent directory removes them.
-    The call does not wait for readers. An old copy of it that a killed save left under a temporary name, and that a
-    load would restore, is removed as well. At a URL the manifest is removed first, which ends the checkpoint; a second
-    call removes what a killed call left.
+    The call does not wait for readers. An old copy of the checkpoint that a killed save left under a temporary name,
+    and that a load would restore, is removed as well. At a URL the manifest is removed first, which ends the
+    checkpoint; a second call removes what a killed call left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md).

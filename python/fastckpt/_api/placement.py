@@ -198,7 +198,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
 
 
 def _stays(stored: StoredTensor, token: list[Any]) -> bool:
-    """Whether a tensor was on the CPU and must stay: the state of a random generator, or an optimizer's ``step``.
+    """Whether a tensor was on the CPU and must stay there: the state of a random generator, or an optimizer's ``step``.
 
     torch refuses a random state that is on a GPU, and each optimizer step would copy ``step`` back from the GPU.
     """

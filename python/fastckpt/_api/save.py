@@ -53,7 +53,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             format allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude`` or ``dtype``, or of frozen tensors, matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
-        FileExistsError: ``path`` exists, and either is not a checkpoint of fastckpt or ``overwrite`` is false.
+        FileExistsError: ``path`` exists, and it is not a checkpoint of fastckpt or ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
         DeadlineError: the storage has not answered for as long as ``IO(deadline=...)``.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (If only the final

@@ -108,7 +108,7 @@ class SaveSettings(WriteSettings):
         check_base,
         "an earlier checkpoint. Its files that hold only unchanged tensors are linked into the new checkpoint instead "
         "of written, and the rest is written so that unchanged tensors have files of their own from then on. Each "
-        "directory stays whole by itself, and may be removed. It may be ``path``. If the base is damaged, missing or "
+        "directory stays whole by itself, and may be removed. The base may be ``path``. If it is damaged, missing or "
         "of another kind, the report warns, and more is written. docs/unchanged.md has the rules.",
         alike=True,
     )

@@ -130,5 +130,5 @@ def guard(module: Any) -> Guard:
 
 def guarded() -> list[Any]:
     """The current buffers of all guarded modules."""
-    # Of a DTensor, only this rank's part is copied.
+    # Only this rank's part of a DTensor is copied.
     return [getattr(buffer, "_local_tensor", buffer) for module in tuple(_guards) for buffer in module.buffers()]

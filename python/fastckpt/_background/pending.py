@@ -302,7 +302,7 @@ class PendingSave(in_flight.SaveInFlight):
     def _give(self, report: SaveReport) -> None:
         try:
             give_report(self._io, report)
-        except Exception:  # noqa: BLE001 - the save is done, and no caller waits
+        except Exception:  # noqa: BLE001 - the save is done, and the caller is elsewhere
             logger.exception("%s: on_report of the save raised", self.path)
 
     def _ended(self, error: BaseException | None) -> Ended | None:

@@ -31,7 +31,7 @@ _HUGE = 2 << 20
 
 
 def memory_of(nbytes: int) -> Bytes:
-    """New memory that begins at a page, or if large at a huge page: a device needs few segments for huge pages."""
+    """New memory that begins at a page, or, if large, at a huge page: a device needs few segments for huge pages."""
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
     # Python's default is shared memory, which has no huge pages.

@@ -42,7 +42,7 @@ _TICK = 0.1
 
 
 class _Piece(NamedTuple):
-    """Requested bytes of a tensor in one block; for verification, all of its bytes there.
+    """Requested bytes of a tensor in one block; for verification, the whole extent.
 
     ``start`` counts in the tensor, ``offset`` in the file.
     """

@@ -15,9 +15,9 @@ offers and answers are bytes. Arrivals can be part of another value: ``combine_a
 ``decide`` and ``unite`` run on the coordinator; the structure, which only the coordinator needs, is not sent.
 
 The cost: a rank sends its own table once, compressed, if tables differ (about 10 bytes a tensor), and its spreads: a
-few for meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets each distinct
-part once. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest) are sent up one by
-one, and its tensors as lists; equal lists are sent only once.
+few for meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets equal tables
+and equal spreads only once. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest)
+are sent up one by one, and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations

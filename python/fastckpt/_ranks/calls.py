@@ -21,7 +21,7 @@ _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 
 @contextlib.contextmanager
 def marked(marks: Mapping[str, str]) -> Iterator[None]:
-    """A context that marks its calls by values, equal on all ranks, that distinguish them from others to the path."""
+    """A context that marks its calls by values, equal on all ranks, that tell calls to the same path apart."""
     before = _MARKS.set(marks)
     try:
         yield
@@ -58,7 +58,7 @@ class Call:
         self.operation.mark(_MARKS.get({}))
 
     def mark(self, step: int | None, state: Any) -> None:
-        """Mark this call by values, equal on all ranks, that distinguish it on its path; ``state`` may be None.
+        """Mark this call by values, equal on all ranks, that tell calls to the same path apart; ``state`` may be None.
 
         Call it before the first round.
         """

@@ -252,7 +252,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # `seen` counts equal demands: a rank can want a tensor several times that is stored once.
+            # `seen` counts equal demands: a tensor that is stored once can be wanted several times.
             alike = (tensor, 0 if wish is None or wish.is_whole else spread if wish.boxes is None else -1)
             before = seen.get(alike, 0)
             pieces = pieces_of(wish, nbytes)

@@ -194,7 +194,7 @@ class Peers:
                 return there
 
     def _show(self, whom: int) -> int:
-        """Show in the monitor the group, once it has a name, and the rank that this rank waits for."""
+        """Show the group in the monitor, once it has a name, and the rank that this rank waits for."""
         if self.session and not self._shown:
             self._shown = True
             number = int.from_bytes(hashlib.blake2b(self.session.encode(), digest_size=8).digest(), "little")
@@ -268,7 +268,7 @@ class Operation:
         self._caller = None
 
     def waits_for_caller(self) -> bool:
-        """Whether this operation waits for the calling thread, because of an earlier turn that it is in or begins."""
+        """Whether this operation waits for the calling thread, which is in an earlier turn or begins one."""
         thread = threading.get_ident()
         return any((one._thread or one._caller) == thread for one in self._peers._before(self._turn))
 

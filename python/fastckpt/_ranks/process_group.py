@@ -312,7 +312,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _join(session: Session, engine: _core.RankSave, path: str, name: str, attention: Attention) -> dict[str, Any]:
-    """Open the coordinator's directory, which proves a shared file system; allocate files; return a lost outcome."""
+    """Open the coordinator's directory, which proves a shared file system; allocate files; return the loss, if any."""
     try:
         engine.join(path, name)
     except FileNotFoundError as error:

@@ -196,7 +196,7 @@ class Transfer:
         self._tensor = tensor
 
     def wait(self, seconds: float) -> None:
-        """Wait until the transfer is done; RuntimeError if it takes more than ``seconds``, and the whole group ends."""
+        """Wait for the transfer; RuntimeError if it takes more than ``seconds``, after which the whole group ends."""
         self._work.wait(timedelta(seconds=seconds))
 
 

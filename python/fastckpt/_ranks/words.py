@@ -145,7 +145,7 @@ def failed(
     Args:
         failures: the failures of ranks.
         more: the number of further failures.
-        outcome: which checkpoint remains.
+        outcome: the outcome for the checkpoint, such as ``NOTHING``.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
     """
     return b"!" + encode([[list(one) for one in failures], more, outcome, calls])

@@ -180,7 +180,7 @@ def torch_kind(value: Any) -> str | None:
 
 
 def typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
-    """How to describe a value of a named type: its stored form, and its attributes as far as ``spared`` keeps them."""
+    """How to describe a value of a named type: its stored form, and its attributes or those that ``spared`` returns."""
     name = quote(codec.name)
     alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 

@@ -28,7 +28,7 @@ _TORCH = frozenset(
 class Registry:
     """The types for one call, which precede those of :func:`fastckpt.register_type`, and the treatment of others.
 
-    A registry is for libraries: types that one declares for its own checkpoints do not affect the rest of the process.
+    A registry keeps the types that a library declares for its own checkpoints from affecting the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.
@@ -90,7 +90,7 @@ class Registry:
         ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers unless they are declared.
 
         Raises:
-            TypeError: ``cls`` is no class, or is of none of these kinds and lacks a function; or one is not callable.
+            TypeError: ``cls`` is not a class, is of no such kind and lacks a function, or a function is not callable.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):

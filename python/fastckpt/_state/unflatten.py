@@ -178,7 +178,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _with_plain(maker: Finish, every: int) -> Finish:
-    """A ``maker`` whose every ``every``-th part must be hashable, and may be of an unknown type."""
+    """A variant of ``maker``: each ``every``-th part must be hashable, and may be of an unknown type."""
 
     def make(parts: list[Any]) -> Any:
         skipped = len(parts) % every

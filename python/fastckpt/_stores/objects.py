@@ -143,7 +143,7 @@ class Objects:
     def children(self) -> tuple[list[str], dict[str, int]]:
         """One level, sorted: the names that have objects below them, and the objects here with their sizes in bytes.
 
-        Both lists are empty if nothing is there.
+        Both are empty if nothing is there.
         """
         import obstore  # noqa: PLC0415
 

@@ -114,7 +114,7 @@ def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expan
 
 
 def steps(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides, with 0 for sizes of 1: there, an array and the equal base of an expanded one may differ."""
+    """The strides, with 0 for sizes of 1, where the base of an expanded array may differ from an equal array."""
     if 1 not in sizes:
         return tuple(strides)
     return tuple(step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True))

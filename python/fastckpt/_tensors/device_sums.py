@@ -9,7 +9,7 @@ padded at its start.
 Every count is exact in any type in which devices multiply: a product is 0 or 1, and a sum is at most 2048, which half
 precision represents, in any order and precision of accumulation.
 
-A sum needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the
+A CRC needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the
 bits as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
 TFLOP/s) to about 100 GB/s by this estimate. Tables of bytes instead of matrices would need as much traffic (41 bytes
 per byte), and gathers, which run at a fraction of the bandwidth.

@@ -92,7 +92,7 @@ class DTensors:
         self._ranks = ranks
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
-        # The keys are identities: comparing or hashing placements runs Python for each of them.
+        # Placements are keyed by identity: comparing or hashing them runs Python for each of them.
         self._quick: dict[tuple[int, int, tuple[int, ...], bool], _Known] = {}
         self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 

@@ -122,7 +122,7 @@ class _Movers:
         self.devices: tuple[Any, ...] = tuple(links)
 
     def is_on_device(self, index: int) -> bool:
-        """Whether the bytes with this number come from or go to a device."""
+        """Whether the bytes of this number come from or go to a device."""
         return isinstance(self.movers.get(index), self._kind)
 
     def synchronize(self) -> None:
