@@ -38,7 +38,7 @@ def groups(controller: str, root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
         if number == "0" and not controllers:
             version, top = 2, base
         elif controller in controllers.split(","):
-            # A controller is mounted by itself, or with others under a name with commas, and links to that.
+            # A controller is mounted under its name, or with others under a name with commas, to which its name links.
             version, top = 1, base / controller
         else:
             continue

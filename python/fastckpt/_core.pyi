@@ -116,7 +116,7 @@ class LoadedReport(Report):
     peers: int
     sent: int
     pieces: bytes
-    """Checksums of what it read of blocks of which other ranks read the rest."""
+    """Checksums of the parts that this rank read of blocks whose other parts other ranks read."""
 
 @type_check_only
 class Saved(TypedDict):
@@ -140,13 +140,13 @@ class SaveOptions:
     ``model_prefix`` is the prefix of the model's tensor names, empty if all of the state is the model. Names that begin
     with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
-    counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
-    are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
-    has for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
-    manifest records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the
-    staging buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation
-    ends, or for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and
-    threads that wait for it continue to use their memory.
+    counters. ``operation`` is the save that these options are for, if it has begun; ``step`` and ``elapsed`` are its
+    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` has for
+    each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the manifest
+    records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the staging
+    buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation ends, or
+    for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and threads
+    that wait for it continue to use their memory.
     """
 
     def __new__(
@@ -182,7 +182,7 @@ def save(
     tick: Callable[[int, int], None] | None,
     keep: object = None,
 ) -> WrittenReport:
-    """Write a checkpoint; durable and visible when it returns.
+    """Write a checkpoint, which is durable and visible when this returns.
 
     ``fill(ranges)`` copies the bytes of tensors without an address; worker threads call it. A range is a tuple
     ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
@@ -196,7 +196,7 @@ def save(
 def check_target(path: str, overwrite: bool, deadline: timedelta | None = None) -> None:
     """Raise the error that a save to ``path`` would raise, as far as a check can show it; create nothing.
 
-    The name is taken and must not be replaced, no directory can be made there, or the storage does not answer.
+    Examples: the name is taken and must not be replaced, no directory can be made there, the storage does not answer.
     """
 
 @final
@@ -279,7 +279,7 @@ class Gathering:
     def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
         """Hard-link ``name`` in the directory ``source``, if it is the file ``(device, inode)``."""
     def publish(self, files: Sequence[tuple[str, int]]) -> list[str]:
-        """Make a checkpoint from these files, by name and length; durable and visible when it returns.
+        """Make a checkpoint from these files, by name and length, which is durable and visible when this returns.
 
         Returns:
             Warnings, in words.
@@ -302,11 +302,11 @@ class SingleFile:
     def reserve(self, start: int, end: int) -> None:
         """Allocate these bytes, so that threads can write them in parallel."""
     def write(self, offset: int, address: int, nbytes: int) -> int:
-        """As :meth:`Gathering.write`."""
+        """Like :meth:`Gathering.write`."""
     def publish(self, nbytes: int, crc: int) -> None:
         """Give the file its path, cut to its first bytes, which have this CRC-64. The CRC is stored, if possible."""
     def discard(self) -> None:
-        """Remove it."""
+        """Remove the file."""
 
 def leftovers(directory: str) -> list[Leftover]:
     """The entries of ``directory`` under temporary names."""
@@ -327,7 +327,7 @@ def set_group(group: int, rank: int, size: int) -> None:
     """Show in the monitor that this process is ``rank`` of ``size`` in the group with this number, which is not 0."""
 
 def wait_for(rank: int | None) -> None:
-    """Show in the monitor that this process waits for a rank of its group; None: it no longer waits."""
+    """Show in the monitor that this process waits for a rank of its group; None if it no longer waits."""
 
 def counters_refused() -> str | None:
     """Why the monitor does not see this process, if the file system of its directory is the reason."""
@@ -340,10 +340,10 @@ def warn(text: str) -> None:
 
 @final
 class ProbedRing:
-    """Answers of the calls of io_uring: an errno, or 0.
+    """Results of the calls of io_uring: an errno, or 0.
 
     ``refused`` is the reason if a save has no ring. ``enter`` and ``register`` are called without a ring: the kernel
-    answers ``EBADF`` or ``EINVAL``, a seccomp filter answers something else.
+    returns ``EBADF`` or ``EINVAL``, a seccomp filter returns something else.
     """
 
     refused: int
@@ -380,7 +380,7 @@ class Probe:
     """The steps that a save in a directory would take; made by :func:`fastckpt.tools.probe`.
 
     ``engine`` is the engine that would run, ``fallback`` why it is not the requested one, ``threads`` its workers,
-    ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of ``madvise``, an
+    ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the results of ``madvise``, an
     errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a process's live
     counters, both in bytes. ``counters_at`` are their possible directories, in order, each with the reason why it is
     not checked, or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step
@@ -449,7 +449,7 @@ class Memory:
     def nbytes(self) -> int: ...
     @property
     def is_in_use(self) -> bool:
-        """Whether a snapshot or an operation uses it, even an abandoned one; or it is closed."""
+        """Whether it is closed, or a snapshot or an operation uses it, even an abandoned one."""
     def close(self) -> None:
         """Unmap it, unless a snapshot or an operation uses it: then close it again later."""
 
@@ -521,9 +521,9 @@ class Snapshot:
         ValueError if fewer were missing.
         """
     def stage(self, wanted: bytes, *, last: bool, options: SaveOptions) -> None:
-        """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go.
+        """Copy the tensors whose byte in ``wanted`` is not 0, by several threads; after ``last``, release the sources.
 
-        RuntimeError if bytes are missing after the last one, which neither it nor the caller has copied.
+        RuntimeError if, after ``last``, bytes are missing that neither this nor the caller has copied.
         """
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
         """Write the images, with this path, ``overwrite``, ``base`` and I/O; see :func:`save`. RuntimeError for parts.
@@ -623,7 +623,7 @@ class ReadRequest:
         """Request a tensor.
 
         Args:
-            tensor: its number.
+            tensor: the number of the tensor.
             address: the lowest byte of writable host memory, or 0 if the ``drain`` of :meth:`Reader.read` receives the
                 bytes.
             capacity: the writable bytes there, or those that ``drain`` can receive. It comes from the memory itself and
@@ -657,7 +657,7 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is missing."""
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, object]:
-        """``nbytes`` of a file from ``start`` on; fewer if it ends before.
+        """``nbytes`` of a file from ``start`` on; fewer if the file ends earlier.
 
         Returns their address, their number, and an object that keeps them unchanged as long as it lives.
         """
@@ -671,7 +671,7 @@ class Reader:
     def __new__(
         cls, path: str, *, keep: bool = False, manifest: bytes | None = None, files: Store | None = None
     ) -> Reader:
-        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
+        """Open it. With ``keep``, shards stay open, and readable once replaced, if there are at most 64.
 
         ``manifest`` is the result of :meth:`manifest` of another process's reader: only the beginning of the file is
         read, and ReplacedCheckpointError is raised if it belongs to another manifest. ``files`` reads the objects of a
@@ -747,13 +747,13 @@ class Spread:
 
     @staticmethod
     def all() -> Spread:
-        """Every rank has all of it."""
+        """A spread with the whole tensor on every rank."""
     @staticmethod
     def ranks(ranks: Sequence[int]) -> Spread:
-        """These ranks have all of it."""
+        """A spread with the whole tensor on each of these ranks."""
     @staticmethod
     def mesh(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[tuple[str, int, int]]) -> Spread:
-        """Cut it over a mesh of ranks, given in row-major order.
+        """Cut a tensor over a mesh of ranks, given in row-major order.
 
         ``placements`` has one for each dimension of the mesh: ``("replicate", 0, 0)``, ``("shard", dim, 0)`` or
         ``("strided", dim, factor)``. ValueError for any other.
@@ -779,11 +779,11 @@ class Share:
         """Lay out a save.
 
         Args:
-            tensors: name, stored dtype, stored global shape, logical dtype and global shape or None, and the indices
-                of its spreads, each.
+            tensors: for each: name, stored dtype, stored global shape, logical dtype and global shape or None, and the
+                indices of its spreads.
             spreads: the spreads.
             ranks: the number of ranks.
-            options: its model prefix, shard size and block size count.
+            options: of these, the model prefix, shard size and block size are used.
             page: bytes of the largest memory page of any rank's kernel: a rank writes whole pages of that size.
             grain: bytes at whose multiples writers change: a power of two, at least a page. 0 for a page.
             team: ranks that share the writing of their neighbouring pieces; 1 if each writes its own, 0 for as many as
@@ -803,7 +803,7 @@ class Share:
         grain: int = 0,
         team: int = 1,
     ) -> Share:
-        """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
+        """Lay out a load of ``wanted``: for each tensor, its number in the checkpoint and the indices of its spreads.
 
         With ``apart``, ranks that want different long parts of a block read these parts themselves; the ``pieces`` that
         :meth:`RankLoad.read` reports of them must be collected for :meth:`compare`. ``grain`` and ``team`` are those of
@@ -830,9 +830,9 @@ class Share:
     def ranges(self, rank: int) -> list[tuple[int, int, int]]:
         """The ranges that a rank writes: file, first byte, and the byte after the last; errors as in ``figures``."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
-        """The duties of a rank. For a share made for a save, ``load`` gives those of a load ``apart``.
+        """The duties of a rank. For a share made for a save, ``load`` gives the duties of a load ``apart``.
 
-        ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
+        They are: ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
         ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no
         rank has some of the bytes to save.
         """
@@ -878,7 +878,7 @@ class RankBase:
     """The part of an earlier checkpoint, its base, that the save of one rank reuses.
 
     The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` instead of ``open``,
-    and ``follow`` instead of ``take``. Then it is passed to :class:`RankSave`. RuntimeError out of order.
+    and ``follow`` instead of ``take``. Then pass the object to :class:`RankSave`. RuntimeError out of order.
     """
 
     def __new__(
@@ -890,9 +890,9 @@ class RankBase:
         options: SaveOptions,
         keep: object = None,
     ) -> RankBase:
-        """As for :class:`RankSave`, with the same ``options``, including ``frozen``, and ``keep``.
+        """Arguments as for :class:`RankSave`, with the same ``options``, including ``frozen``, and ``keep``.
 
-        ``share`` is that of a save without a base.
+        ``share`` is the share of a save without a base.
         """
     def open(self, path: str) -> bytes | None:
         """Open the base, and return its manifest for the others; None if it is unusable: then the save warns."""
@@ -917,7 +917,7 @@ class RankBase:
     def follow(self, told: bytes) -> None:
         """Record the files that the coordinator linked."""
     def share(self) -> Share:
-        """The layout of the rest, for :class:`RankSave`; equal on all ranks."""
+        """The layout of the files that are not linked, for :class:`RankSave`; equal on all ranks."""
     def close(self) -> None:
         """Remove the workspace, unless a :class:`RankSave` has it. May be called again."""
 
@@ -967,19 +967,19 @@ class RankSave:
     @property
     def mail(self) -> Mail: ...
     def addresses(self, mates: Sequence[int]) -> list[tuple[int, list[int], int]]:
-        """For each of some ranks of this host: it, addresses for it, and how many addresses this one gets from it.
+        """For each of some ranks of this host: the rank, addresses for it, and the number of addresses to get from it.
 
-        They are those of the parts that it reads in this rank's memory; all 0 if one of them cannot be read.
+        The addresses are those of the parts that it reads in this rank's memory; all are 0 if one part cannot be read.
         """
     def share(self, given: set[int], taken: Sequence[tuple[int, int, list[int]]]) -> int:
-        """Have no messages carry what ranks of this host read in each other's memory. Before any message travels.
+        """Send no messages for what ranks of this host read in each other's memory. Call it before the first message.
 
         Args:
-            given: the ranks that read that of this one.
-            taken: the ranks that this one reads from: each with its process, and the addresses that it gave.
+            given: the ranks that read this rank's memory.
+            taken: the ranks that this rank reads from: each with its process, and the addresses that it gave.
 
         Returns:
-            The bytes that this one reads.
+            The bytes that this rank reads.
         """
     def replicas(
         self,
@@ -993,8 +993,8 @@ class RankSave:
         Args:
             depth: ``sample``, ``full``, or ``first`` for the parts that are always compared.
             seed: the seed of the samples.
-            sum_of: called with tensor and part, for one without an address that is summed whole; the sum, or None if
-                only the host can compute it, from bytes that ``fill`` copies.
+            sum_of: called with tensor and part, for a part without an address that is summed whole; returns the sum, or
+                None if only the host can compute it, from bytes that ``fill`` copies.
             tick: called meanwhile.
 
         ValueError for another depth.
@@ -1006,7 +1006,7 @@ class RankSave:
     def create(self, path: str) -> str:
         """For the coordinator: make the workspace, allocate its share of the files; return the workspace's name."""
     def join(self, path: str, name: str) -> None:
-        """For the others: open that workspace; FileNotFoundError where this host does not see it."""
+        """For the others: open the workspace; FileNotFoundError if this host does not see it."""
     def allocate(self, tick: Callable[[int, int], None] | None) -> None:
         """For the others: create their share of the files; FileNotFoundError if the workspace has been removed."""
     def write(self, tick: Callable[[int, int], None] | None) -> ExchangedReport:
@@ -1033,7 +1033,7 @@ class RankSave:
             structure: the structure of the state, as JSON text.
             metadata: the caller's metadata, as JSON text.
             per_rank: the states that ranks saved for themselves, as JSON text.
-            saved: how the ranks wrote, for the manifest; a report will do.
+            saved: how the ranks wrote, for the manifest; a report is accepted.
             tick: as in :func:`save`.
         """
     def close(self, *, committed: bool = False) -> None:
@@ -1077,7 +1077,7 @@ class RankLoad:
             io: the engine.
             threads: how many read, or None.
             staging: as in :meth:`Reader.read`.
-            most_staging: likewise.
+            most_staging: as in :meth:`Reader.read`.
 
         ValueError if a part is missing, requested twice or too large for its memory.
         """

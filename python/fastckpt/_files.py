@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 #: Argument types of public functions, as type checkers see them.
 Contents: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
-#: Python closes descriptors in children anyway; Windows has no pipes in directories, but may translate line ends.
+#: Python itself closes descriptors in children; Windows has no pipes in directories, but may translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: The most bytes of a file's name in common file systems.
 _LONGEST_NAME = 255

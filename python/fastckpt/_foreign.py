@@ -1,6 +1,6 @@
 """Names the formats found where a checkpoint was expected, for error messages.
 
-Also lists the names that mark another program's checkpoint, so that no save replaces it.
+It also lists the names that mark another program's checkpoint, so that no save replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMATS = {
 }
 _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
-#: The first entry of the zip archive that torch.save writes comes after its local header.
+#: The start of a zip archive of torch.save, and the number of first bytes that hold the name of its first entry.
 _ZIP, _LOOK = b"PK\x03\x04", 256
 #: The most entries of a directory that are examined: a remote directory of data may have millions.
 _MOST = 1000

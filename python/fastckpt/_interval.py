@@ -1,7 +1,7 @@
 """How often to save, and what it costs: the standard formulas.
 
 All times are in seconds. An *interval* runs from the start of one checkpoint to the start of the next: training, and
-then the checkpoint's cost, for which training stops. Young's and Daly's own results are the training alone.
+then the checkpoint's cost, for which training stops. Young's and Daly's own formulas give the training time alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
     """Mean time to failure of a cluster: ``mttf / accelerators``.
 
     Source: the failure rate of independent parts is the sum of their rates; Micron and Lightbits quote 124 minutes
-    for 24,000 accelerators (49,600 h each), MLCommons assumes 50,000 h.
+    for 24,000 accelerators (49,600 h each); MLCommons assumes 50,000 h.
 
     Args:
         mttf: the MTTF of one accelerator.
@@ -30,13 +30,13 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
 def goodput_rule(goodput: float, mttf: float) -> float:
     """The interval that puts 1 - goodput of the time between failures at risk: ``(1 - goodput) * mttf``.
 
-    Source: Micron and Lightbits: 20 checkpoints between failures give 95 % good throughput. It counts a whole interval
-    as lost with each failure; half of it is lost on average, and the other half remains for the checkpoints and the
-    restart.
+    Source: Micron and Lightbits: 20 checkpoints between failures give 95 % good throughput. The formula counts a whole
+    interval as lost with each failure; half of it is lost on average, and the other half remains for the checkpoints
+    and the restart.
 
     Args:
         goodput: the share of the time that training should get, between 0 and 1.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     return (1 - goodput) * mttf
 
@@ -48,7 +48,7 @@ def young(cost: float, mttf: float) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     return math.sqrt(2 * cost * mttf)
 
@@ -64,7 +64,7 @@ def daly(cost: float, mttf: float) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
     """
     if cost >= 2 * mttf:
         return mttf
@@ -82,7 +82,7 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load. Each failure costs them, however often one saves: with
             random failures they do not change the best interval.
 
@@ -117,7 +117,7 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
     Args:
         interval: from the start of one checkpoint to the start of the next.
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load.
         lag: seconds from when training continues until the checkpoint is durable.
 
@@ -136,13 +136,13 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
 def first_order_goodput(interval: float, cost: float, mttf: float, restart: float = 0.0) -> float:
     """The goodput to first order: ``1 - cost / interval - (interval / 2 + restart) / mttf``.
 
-    Source: Young (1974): a checkpoint's cost in each interval, and with each failure half an interval. It holds while
-    the interval is much smaller than the MTTF.
+    Source: Young (1974): a checkpoint's cost in each interval, and with each failure half an interval. The formula
+    holds while the interval is much smaller than the MTTF.
 
     Args:
         interval: from the start of one checkpoint to the start of the next.
         cost: seconds for which a checkpoint stops training.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         restart: seconds to detect a failure, restart and load.
 
     Returns:
@@ -161,7 +161,7 @@ def lost_work(interval: float, mttf: float, lag: float = 0.0) -> float:
 
     Args:
         interval: from the start of one checkpoint to the start of the next.
-        mttf: of the cluster.
+        mttf: the MTTF of the cluster.
         lag: seconds from when training continues until a checkpoint is durable.
     """
     if interval / mttf > 700:  # noqa: PLR2004 - as above: no interval is ever completed

@@ -61,7 +61,7 @@ def _other_in(directory: Path) -> str | None:
     try:
         names = os.listdir(directory)  # noqa: PTH208 - many names, of which one or none becomes a path
     except OSError:
-        # It is in an archive, or cannot be read.
+        # The directory is in an archive, or cannot be read.
         return None
     for name in names:
         about = _about(name)

@@ -67,7 +67,7 @@ def table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str
 
 def suggest(name: str, names: Sequence[str]) -> str:
     """A few names like ``name``, for an error message."""
-    import difflib  # noqa: PLC0415 - for an error only
+    import difflib  # noqa: PLC0415 - needed for an error only
 
     close = difflib.get_close_matches(name, names[:_KNOWN], n=3, cutoff=0.5)
     return f"; similar: {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

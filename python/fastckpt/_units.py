@@ -72,7 +72,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
         least_bare: a number below this, without a unit, is an error: another unit is meant.
 
     Raises:
-        ValueError: it is not that, or not more than 0.
+        ValueError: ``value`` is not a duration, or not more than 0.
     """
     result = _scaled(what, value, _SECONDS, "s")
     if result < least_bare and not _split(what, value)[1]:
@@ -80,7 +80,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     return result
 
 
-#: A number below this, without a unit, is meant in hours.
+#: An age below this, without a unit, is an error: hours are probably meant.
 LEAST_AGE = 60.0
 
 
@@ -97,7 +97,7 @@ def bytes_of(what: str, value: Any) -> int:
         value: the caller's argument.
 
     Raises:
-        ValueError: it is not that, or not from 1 to 2**63 - 1.
+        ValueError: ``value`` is not a number of bytes, or not from 1 to 2**63 - 1.
     """
     try:
         number, unit = _split(what, value)
@@ -116,7 +116,7 @@ def rate(what: str, value: float | str) -> float:
     """A throughput in bytes per second: a number, or a string with a unit, as in ``273GB/s``.
 
     Raises:
-        ValueError: it is not that; or it is so small without a unit that another one is meant.
+        ValueError: ``value`` is no throughput, or so small without a unit that another unit is meant.
     """
     result = _scaled(what, value, {"": 1.0, **{f"{unit}/s": scale for unit, scale in _BYTES.items() if unit}}, "")
     if result < LEAST_RATE and not _split(what, value)[1]:
@@ -147,7 +147,7 @@ def show_bytes(count: float) -> str:
     """``count`` bytes in the largest decimal unit that keeps a leading digit."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5:  # noqa: PLR2004 - what rounds to 1000 goes to the next unit
+        if value < 999.5:  # noqa: PLR2004 - a number that rounds to 1000 needs the next unit
             return f"{digits(value)} {unit}"
         value /= 1000
     return f"{digits(value)} PB"

@@ -11,7 +11,7 @@ _LIBRARIES = frozenset({"fastckpt", "torch"})
 
 def warn(text: str) -> None:
     """Warn (RuntimeWarning) about the call of the innermost caller outside the libraries."""
-    frame = sys._getframe(1)  # noqa: SLF001 - what `warnings` itself goes by
+    frame = sys._getframe(1)  # noqa: SLF001 - `warnings` itself uses it
     level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# A signal handler may call it first, while the program below imports save_async: nothing else is imported here.
+# A signal handler may call drain first, while the program below imports save_async: import nothing else here.
 from fastckpt._api.in_flight import drain
 
 if TYPE_CHECKING:

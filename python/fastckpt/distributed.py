@@ -75,8 +75,8 @@ def save(
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
             :class:`Ranks`, with a timeout and how copies of a tensor are compared.
-        per_rank: a separate state of this rank: random states, the position of a data loader. It has no tensors that
-            are spread over ranks. :func:`load_per_rank` returns it.
+        per_rank: a separate state of this rank: random states, the position of a data loader. This state has no tensors
+            that are spread over ranks. :func:`load_per_rank` returns it.
         metadata: the coordinator's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
@@ -146,9 +146,9 @@ def save_async(
 
     The part of this rank is copied to host memory (later with ``IO(lazy=True)``); everything else happens in a thread:
     agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
-    relative to other saves and loads of the group. These wait for it on every rank; only the copy of another
-    asynchronous save need not, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any order.
-    Each save in flight needs memory for one copy of this rank's part; it is kept for the next save (see
+    relative to other saves and loads of the group. These wait for this save on every rank; only the copy of another
+    asynchronous save need not wait, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any
+    order. Each save in flight needs memory for one copy of this rank's part; it is kept for the next save (see
     :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
     failed.
 
@@ -204,7 +204,7 @@ def save_async(
                 job = Job(request, group)
             pending = job.begin()
         except BaseException as error:
-            # The other ranks wait for this one, unless a thread has taken over, which then tells them.
+            # The other ranks wait for this one, unless a thread has taken over, which then informs them.
             if job is not None and not job.give_up(error):
                 raise
             if request is not None:
@@ -227,9 +227,9 @@ def load(
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    Any number of ranks, or one process, may have written it, with any sharding. The storage is read once for all ranks:
-    each reads a share, and sends the others the bytes that they need. On one host, cached files are read from the page
-    cache.
+    Any number of ranks, or one process, may have written the checkpoint, with any sharding. The storage is read once
+    for all ranks: each reads a share, and sends the others the bytes that they need. On one host, cached files are read
+    from the page cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
@@ -255,7 +255,7 @@ def load(
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: any error of :func:`fastckpt.load`, on this rank. If an object in ``into`` refuses its state
-            (CheckpointError), the other ranks have already loaded theirs, and return.
+            (CheckpointError), the other ranks have loaded their states, and return.
         TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is already in a save or load of the group, which a signal handler has interrupted; or
             this process was forked from a rank.
@@ -285,7 +285,7 @@ def load_per_rank(
         registry: as for :func:`load`.
 
     Returns:
-        The state; None if that rank gave none.
+        The state; None if that rank passed none.
 
     Raises:
         KeyError: nothing was saved with ``per_rank=``.

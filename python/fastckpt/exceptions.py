@@ -48,7 +48,7 @@ class DeadlineError(CheckpointError, OSError):
     """Storage has not answered within ``IO(deadline=...)``, so the save was abandoned.
 
     ``filename`` is the file of the last call; the message names the call. The threads that wait for an answer, and
-    their memory, stay until it comes. (It is no ``TimeoutError``: that ends only a wait, and the save continues.)
+    their memory, stay until it comes. (This is no ``TimeoutError``, which ends only a wait, while the save continues.)
     """
 
 
@@ -74,7 +74,7 @@ class RankFailure(NamedTuple):
     """The failure of one rank, or its silence.
 
     Attributes:
-        rank: its index in the process group.
+        rank: the index of the rank in the process group.
         host: the name of its host; empty if the rank never sent a message.
         message: the failure, such as ``failed: OSError: [Errno 28] No space left on device``.
     """

@@ -23,7 +23,7 @@ class Saved:
     """The facts about one checkpoint that a policy can use.
 
     Attributes:
-        step: its training step.
+        step: the training step of the checkpoint.
         created: when its save began, in seconds since 1970.
         metrics: the metrics that were saved with it.
         changed: for the groups ``model`` and ``optimizer``, the share of the bytes in tensors that differ from the
@@ -266,7 +266,7 @@ def parse(text: str) -> Policy:
         The policy.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``text`` is none of these.
     """
     name, _, value = text.partition("=")
     make = _PARSERS.get(name)

@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", save_when=[when.Every(steps=1000), when.Every(time="10min"), when.First()])
 
-A step is saved if one policy of the list wants it. A pending signal of ``Manager.save_on_signal`` wants it, too, and so
-do news of ``Manager.save_on``. A policy is any object with ``due(moment)``: :class:`Policy`.
+A step is saved if one policy of the list selects it. A pending signal of ``Manager.save_on_signal``, or news of
+``Manager.save_on``, also saves it. A policy is any object with ``due(moment)``: :class:`Policy`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Moment:
 
     Attributes:
         step: the training step.
-        previous: the last step before it that the manager knows, or None.
+        previous: the last earlier step that the manager knows, or None.
         first: the first step that this manager was asked about.
         since: seconds since the last save began, or since the manager was made.
         in_flight: whether a save is still being written.
@@ -56,7 +56,7 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether to save the step. It may be called twice for one step.
+        """Whether to save the step. The manager may call this twice for one step.
 
         Args:
             moment: the facts about the step.
@@ -67,7 +67,7 @@ class Policy(Protocol):
 
 
 class Every:
-    """Saves at regular distances.
+    """Saves at regular intervals.
 
     Args:
         steps: at each multiple of this, or at the first step beyond it if the loop skips steps.
@@ -171,9 +171,9 @@ class Auto:
     """Saves at the interval that loses the least time, as measured; the policy of ``Manager(save_when="auto")``.
 
     The interval is the optimum that ``fastckpt.tools.plan`` computes from the measured cost of a save and the mean time
-    to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead``
-    of the time, nor shorter than the time until a save is durable. It is rounded to whole steps. If checkpoints become
-    durable only some seconds after training continues, the optimum stays the same.
+    to failure: too many saves cost time, too few lose work. The interval is never so short that saves cost more than
+    ``overhead`` of the time, nor shorter than the time until a save is durable. It is rounded to whole steps. If
+    checkpoints become durable only some seconds after training continues, the optimum stays the same.
 
     The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     the interval and the reason, and again when it changes by more than a tenth.
@@ -208,7 +208,7 @@ class Auto:
         least, best = self._limits(moment.cost, moment.durable_seconds)
         interval = max(least, best)
         self._tell(interval, least, best, moment)
-        # This step or the next, whichever is closer to the interval; but the limit is hard.
+        # Save at this step or the next, whichever is closer to the interval; but the limit is hard.
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:

@@ -160,7 +160,7 @@ WRONG = {
         {"timeout": 3},
         {*DOORS} - OF_RANKS,
         TypeError,
-        r"argument 'timeout': it is an option of fastckpt\.distributed\.Ranks, which this does not take$",
+        r"argument 'timeout': it is an option of fastckpt\.distributed\.Ranks, not of this call$",
     ),
     "what Hugging Face calls it": (
         {"max_shard_size": "1GB"},

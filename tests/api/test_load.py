@@ -695,7 +695,7 @@ def test_a_part_that_is_passed_without_its_key_is_no_silent_success(tmp_path):
     other = torch.nn.Linear(2, 2)
     with pytest.raises(fastckpt.StructureMismatchError, match=r'into=\{"model": model\} with keys="model"'):
         fastckpt.load(tmp_path / "c", into=other)
-    with pytest.warns(RuntimeWarning, match="no tensor of it has a place in into="):
+    with pytest.warns(RuntimeWarning, match="no tensor of the checkpoint has a place in into="):
         fastckpt.load(tmp_path / "c", into=other, strict=False)
     fastckpt.load(tmp_path / "c", into={"model": other}, keys="model")
     assert torch.equal(other.weight, model.weight)

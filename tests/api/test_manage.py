@@ -65,7 +65,7 @@ def test_what_files_put_there_goes_with_it(run):
     (path / "config.json").write_text("{}")
     (path / "link.json").symlink_to(outside)
     names = ["config.json", "link.json", "../logs/mine"]
-    with pytest.raises(OSError, match=r"`link\.json`, which is not part of it") as caught:
+    with pytest.raises(OSError, match=r"`link\.json`, which is not part of the checkpoint") as caught:
         fastckpt.remove(path, files=names)
     assert caught.value.errno == errno.ENOTEMPTY
     assert (path / "config.json").exists()

@@ -486,7 +486,7 @@ MADE_OF_SEVERAL = {
 
 @pytest.mark.parametrize("kind", [*MADE_OF_SEVERAL])
 @pytest.mark.parametrize("into", [{"a": np.zeros(3)}, {"b": torch.zeros(3)}])
-@pytest.mark.filterwarnings("ignore:.*no tensor of it has a place")
+@pytest.mark.filterwarnings("ignore:.*no tensor of the checkpoint has a place")
 def test_tensors_made_of_several_that_have_no_place_in_into(saved, kind, into):
     value = MADE_OF_SEVERAL[kind]
     path = saved({"x": value, "b": torch.ones(3)})

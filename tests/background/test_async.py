@@ -1035,7 +1035,7 @@ def threadless(monkeypatch):
 def test_without_a_thread_the_caller_saves(tmp_path, threadless, caplog, save, options):
     pending = save(numbered(1), tmp_path / "c", **options)
     assert pending.done()
-    assert "the caller does it" in caplog.text
+    assert "the caller finishes it" in caplog.text
     report = pending.result()
     assert report.stall == pytest.approx(report.seconds, rel=0.5)
     assert which(fastckpt.load(tmp_path / "c")) == 1

@@ -130,7 +130,7 @@ def test_a_thousand_guards_keep_nothing_alive():
     "wrong", [None, 5, {}, [], "model", torch.zeros(3), object()], ids=lambda wrong: type(wrong).__name__
 )
 def test_what_cannot_be_guarded_is_told(wrong):
-    with pytest.raises(TypeError, match=rf"guard: not a module: {type(wrong).__qualname__}; call wait_staged\(\)"):
+    with pytest.raises(TypeError, match=rf"guard: {type(wrong).__qualname__} is not a module; call wait_staged\(\)"):
         fastckpt.background.guard(wrong)
 
 

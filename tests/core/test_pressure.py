@@ -112,7 +112,7 @@ def test_without_threads_an_asynchronous_save_is_made_at_the_call(children, tmp_
         end = child.outcome()
     assert not isinstance(end, zygote.Raised), end
     assert (end["loaded"], end["nice"]) == (7, 0)
-    assert any("no thread for the save, so the caller does it" in text for text in end["warnings"])
+    assert any("no thread for the save, so the caller finishes it" in text for text in end["warnings"])
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 24 << 20])

@@ -141,7 +141,7 @@ def test_another_version_is_refused_by_name(forge, tmp_path, rank):
         assert "0.0.1 (plan 7)" in each.raised.text
         assert fastckpt.__version__ in each.raised.text
         assert re.search(
-            r"rank [12] on \S+ runs fastckpt .*, rank 0 runs .*: all ranks must run the same", each.raised.text
+            r"rank [12] on \S+ runs fastckpt .*, but rank 0 runs .*: all ranks must run the same", each.raised.text
         )
     found = fastckpt.load(tmp_path / "c")
     assert all(torch.equal(found[name], tensor) for name, tensor in full(0).items())

@@ -89,7 +89,7 @@ def test_no_bytes_travel_between_ranks_that_read_each_other(forge, tmp_path):
     [
         (
             "refused",
-            r"rank 1 cannot read the memory of this one",
+            r"rank 1 cannot read the memory of this rank",
             r"rank 0: Operation not permitted \(process_vm_readv\)",
         ),
         ("container", r"rank 1 cannot read", r"rank 0: it is in another container"),

@@ -260,7 +260,7 @@ def test_what_is_no_part(make, kind, text):
 
 def test_one_process_alone_takes_none(tmp_path):
     part = Part(WHOLE, of=SHAPE, at=(0, 0))
-    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\]: a Part belongs into the state"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\]: a Part belongs in the state"):
         fastckpt.save({"w": part}, tmp_path / "c")
     fastckpt.save({"w": WHOLE}, tmp_path / "c")
     with pytest.raises(fastckpt.exceptions.StructureMismatchError, match=r"\['w'\]: cannot be filled: a Part belongs"):
@@ -286,7 +286,7 @@ def test_a_part_whose_tensor_is_another_now(other, tmp_path):
 
 def test_a_part_belongs_into_the_state(tmp_path):
     part = Part(WHOLE, of=SHAPE, at=(0, 0))
-    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="a Part belongs into the state"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="a Part belongs in the state"):
         fastckpt.distributed.save({}, tmp_path / "c", per_rank={"w": part})
 
 

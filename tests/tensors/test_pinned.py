@@ -247,7 +247,7 @@ def test_where_nothing_can_be_pinned_copies_do_without(failure, monkeypatch):
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(threading.Thread, "start", start)
-        told = "no thread could be started for it (can't start new thread)"
+        told = "no thread could be started for pinning (can't start new thread)"
     registration = register(cudart)
     registration.wait()
     assert registration.problem.startswith(f"0 B of 49.2 kB of host memory are pinned, because {told};")

@@ -28,11 +28,11 @@ def build_report(
     """The report of an operation that ends at this call.
 
     Args:
-        kind: its class.
+        kind: the class of the report.
         path: the checkpoint's directory, absolute.
-        began: when the program called (``time.perf_counter``).
+        began: when the program called the operation (``time.perf_counter``).
         core: the core's report.
-        beside: seconds by phase, of steps outside the core. All other time outside it counts as planning.
+        beside: seconds of steps outside the core, by phase. All other time outside the core counts as planning.
         more: further fields of the class.
     """
     beside = beside or {}

@@ -44,7 +44,7 @@ class Origin:
         writer: name and version of the program.
         created: seconds since 1970 when the save began.
         seconds: seconds until all data was durable.
-        gigabytes_per_second: its throughput, GB being 10^9 bytes.
+        gigabytes_per_second: throughput of the save (GB is 10^9 bytes).
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why the requested engine was not used, or None.
         threads: worker threads used.
@@ -68,8 +68,8 @@ class Composed:
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
-        about: its description: sizes, layout, the name of its type.
-        parts: its parts; for an object, its value, and the dict of its attributes if it has any.
+        about: the description of the value: sizes, layout, the name of its type.
+        parts: the parts of the value; for an object, its value, and the dict of its attributes if it has any.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class Composed:
 
 
 class _View:
-    """Shows the facts about each tensor."""
+    """A builder that puts the facts about a tensor in the tensor's place."""
 
     plain = False
 
@@ -105,11 +105,11 @@ class _View:
 class TensorHandle:
     """A tensor of an open checkpoint: ``handle[index]`` reads a part of it; made by :meth:`Checkpoint.tensor`.
 
-    Each block of 4 MiB that the index touches is read, within the tensor, and compared with its checksum, unless the
-    checkpoint was opened with ``IO(verify=False)``.
+    A read covers each block of 4 MiB that the index touches, within the tensor, and compares it with its checksum,
+    unless the checkpoint was opened with ``IO(verify=False)``.
 
     Attributes:
-        info: the facts about it.
+        info: the facts about the tensor.
     """
 
     def __init__(self, info: TensorInfo, read: Callable[[Any], Any]) -> None:
@@ -118,12 +118,12 @@ class TensorHandle:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The sizes of the tensor."""
         return self.info.shape
 
     @property
     def dtype(self) -> str:
-        """Its dtype, as in :class:`fastckpt.types.TensorInfo`."""
+        """The dtype of the tensor, as in :class:`fastckpt.types.TensorInfo`."""
         return self.info.dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -150,7 +150,7 @@ class TensorHandle:
             raise TypeError(f"{self.info.name!r} has no dimension, and so no length")
         return self.shape[0]
 
-    # Python would read row by row.
+    # Without this, Python would iterate by reading row by row.
     __iter__ = None
     __contains__ = None
 
@@ -161,11 +161,11 @@ class TensorHandle:
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint opened for reading single tensors, by name; made by :func:`fastckpt.open`.
 
-    It is a context manager, and a read-only mapping of the names of all tensors, in the order of the state: each access
-    to a value reads it. A read is verified against the checksums of the blocks that it covers completely. For an
-    expanded tensor, this describes and reads its base, with one element along the dimensions that repeat; only ``load``
-    returns the whole. A tied tensor is listed once, under its first name, and can be read under the name of each of its
-    places. After ``close``, methods that need no shard still work; reads raise ValueError.
+    The checkpoint is a context manager, and a read-only mapping of the names of all tensors, in the order of the state:
+    each access to a value reads it. A read is verified against the checksums of the blocks that it covers completely.
+    For an expanded tensor, the methods describe and read its base, with one element along the dimensions that repeat;
+    only ``load`` returns the whole. A tied tensor is listed once, under its first name, and can be read under the name
+    of each of its places. After ``close``, methods that need no shard still work; reads raise ValueError.
 
     Attributes:
         report: the report of the last read, or None before the first.
@@ -224,17 +224,17 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def origin(self) -> Origin:
-        """Which program wrote it, when and how."""
+        """Which program wrote the checkpoint, when and how."""
         return self._origin
 
     def info(self, name: str) -> TensorInfo:
         """Facts about one tensor.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
-            Its dtype, shape, size in bytes, shard and device; nothing is read.
+            The dtype, shape, size in bytes, shard and device of the tensor; nothing is read.
 
         Raises:
             KeyError: there is no such tensor.
@@ -254,9 +254,9 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def ranks(self) -> int:
-        """How many ranks saved a ``per_rank`` state with it; 0 if none did.
+        """The number of ranks that saved a ``per_rank`` state with the checkpoint; 0 if none did.
 
-        :func:`fastckpt.distributed.load_per_rank` returns them.
+        :func:`fastckpt.distributed.load_per_rank` loads these states.
         """
         return self._ranks
 
@@ -265,7 +265,7 @@ class Checkpoint(Mapping[str, Any]):
         """The value passed to ``save(metadata=...)``, built on each access.
 
         Values of types that this program does not know are returned in their stored form, with a warning.
-        Configurations of omegaconf are, too, without a warning.
+        Configurations of omegaconf are returned in this form without a warning.
         """
         return metadata_of(self._about)
 
@@ -282,7 +282,7 @@ class Checkpoint(Mapping[str, Any]):
         """Read one tensor.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
             A tensor, an array, or bytes, as saved; tensors are on the ``device`` of :func:`fastckpt.open`.
@@ -302,7 +302,7 @@ class Checkpoint(Mapping[str, Any]):
         """One tensor, unread: ``checkpoint.tensor("model.w")[:10]`` reads ten rows.
 
         Args:
-            name: its name.
+            name: the name of the tensor.
 
         Returns:
             A handle with its shape and dtype; indexing it reads.
@@ -320,7 +320,7 @@ class Checkpoint(Mapping[str, Any]):
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
         box, strides, shape = part(targets.shape(number, dtype.itemsize), dtype.itemsize, index)
         device = targets.devices.get(number)
-        # Memory on a device is filled in order only.
+        # Memory on a device can only be filled in order.
         if device is not None and min(strides, default=1) > 0:
             made = torch_for("a torch tensor").empty_on(device, shape, dtype)
             targets.ask_box(number, made, box)
@@ -356,7 +356,7 @@ class Checkpoint(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._infos)
 
-    # Without reading the values of all tensors.
+    # Compare by identity: the comparison of mappings would read all tensors.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -416,8 +416,8 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
         CorruptCheckpointError: the manifest is damaged. (The first read from a damaged shard fails.)
         FormatVersionError: this release does not read its format version.
         FileNotFoundError: there is nothing at ``path``.
-        ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore
-            cannot.
+        ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL and the package obstore
+            cannot be imported.
         KeyError: a pattern of ``device`` matches nothing.
         TypeError: a pattern of ``device`` is not a string.
         OSError: the storage failed, or the store did not answer or refused.

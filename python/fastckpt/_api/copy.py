@@ -34,12 +34,12 @@ def copy(
         io: an :class:`IO` with ``bandwidth_limit``, the bytes per second that the copy may move, and ``progress``.
 
     Returns:
-        The report. ``report.was_there`` is true if ``target`` held this checkpoint already, and nothing was done.
+        The report. ``report.was_there`` is true if ``target`` already held this checkpoint and nothing was copied.
 
     Raises:
         CorruptCheckpointError: a file of the source is damaged or missing; nothing is at ``target``.
         FileNotFoundError: there is no checkpoint at ``source``.
-        FileExistsError: ``target`` exists, and is not a checkpoint or ``overwrite`` is false.
+        FileExistsError: ``target`` exists, and it is not a checkpoint or ``overwrite`` is false.
         NotACheckpointError: ``source`` was not written by fastckpt.
         ImportError: a place is a URL, and the package obstore cannot be imported.
         NotImplementedError: ``target`` is a path, and this installation has no compiled core.

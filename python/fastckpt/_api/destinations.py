@@ -44,7 +44,7 @@ _MOST_THREADS = 16
 
 
 class Whole(NamedTuple):
-    """The tensor of which this rank holds a part: the number of its spread, and its bytes, in the part's dtype."""
+    """A tensor of which this rank holds a part: the number of its spread, and its size in bytes in the part's dtype."""
 
     spread: int
     nbytes: int
@@ -54,12 +54,12 @@ class Targets:
     """The requests of a read: what to read, where to put it, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover accepts the bytes. With ``mappings``: the copies to make.
-        movers: by request number.
-        mappings: where shards are mapped, if they are: then new tensors on the host are pages of the mappings, and
-            :meth:`copy_mapped` fills the others.
+        requests: for the core; the address is 0 where a mover accepts the bytes. With ``mappings``: copies to make.
+        movers: the movers of requests, by request number.
+        mappings: where shards are mapped, or None. If they are, new tensors on the host are pages of the mappings, and
+            :meth:`copy_mapped` fills all other destinations.
         sinks: the sinks that :meth:`begin` made.
-        fresh: bytes of new tensors and arrays in host memory that are filled, and how many of them are in large ones.
+        fresh: bytes that are read into new host tensors and arrays, and how many of them are in large ones.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Targets:
     def ask(
         self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
     ) -> None:
-        """Request all of a tensor, or a rank's part of it, to be put into the tensor or array ``memory``.
+        """Request a read of a whole tensor, or of a rank's part of it, into the tensor or array ``memory``.
 
         Every request goes through this method or one of the two below.
 
@@ -184,7 +184,7 @@ class Targets:
         self._request(index, address, memory.nbytes, whole, mover=mover)
 
     def ask_box(self, index: int, memory: Any, box: Sequence[tuple[int, int, int]]) -> None:
-        """Request a box of a tensor, to be put into the contiguous tensor ``memory`` on a device."""
+        """Request a read of a box of a tensor into the contiguous tensor ``memory`` on a device."""
         if memory.nbytes:
             self.push(len(self.requests), torch_for("a torch tensor").mover_in(memory), memory.nbytes)
             self.requests.append(_core.ReadRequest(index, 0, memory.nbytes, box))
@@ -199,7 +199,7 @@ class Targets:
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        """Record one request, unless it is for no bytes."""
+        """Record one request, unless it is empty."""
         assert whole is None  # noqa: S101 - one process alone reads no parts
         if not room:
             return
@@ -224,7 +224,7 @@ class Targets:
         *,
         torch: bool = True,
     ) -> None:
-        """As :meth:`ask`, with elements cast to the dtype that :attr:`dtypes` has for the tensor.
+        """Like :meth:`ask`, but cast elements to the dtype that :attr:`dtypes` has for the tensor.
 
         Args:
             index: the tensor's number.
@@ -268,7 +268,7 @@ class Targets:
         return found
 
     def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any], whole: Whole | None = None) -> None:
-        """As :meth:`ask`, for host memory with gaps or in another order, whose elements do not overlap.
+        """Like :meth:`ask`, for host memory with gaps or in another order, whose elements do not overlap.
 
         Args:
             index: the tensor's number.
@@ -281,7 +281,7 @@ class Targets:
         self._request(index, low, high - low, whole, layout=layout)
 
     def take(self, value: Any) -> None:
-        """The next token represents ``value``, which exists."""
+        """Use the existing ``value`` for the next token."""
         self._values.append(value)
 
     def make(self, tokens: Sequence[list[Any]]) -> None:
@@ -293,7 +293,7 @@ class Targets:
         made = self._made
         values = self._values
         for token in tokens:
-            # Without the device: tied tensors are one tensor, on whatever device it was.
+            # The key omits the device: tied tensors are one tensor, whichever device they were on.
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
@@ -412,7 +412,7 @@ class Targets:
     def _address(self, index: int) -> int:
         """The byte at which a tensor begins in the mappings."""
         stored = self.stored[index]
-        assert self.mappings is not None  # noqa: S101 - asked before
+        assert self.mappings is not None  # noqa: S101 - the callers check it
         return self.mappings.address(stored.shard, stored.offset, stored.nbytes)
 
     def tensor_dtype(self, index: int) -> Any:
@@ -448,7 +448,7 @@ class Targets:
         nbytes = self.stored[index].nbytes
         if nbytes and self.mappings is not None:
             mapped = self._mapped(index, 1)
-            # Copied after they were checked.
+            # The bytes are copied only after they have been checked.
             return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
         self._count(index, nbytes)
         if tag == "bytearray":
@@ -468,16 +468,16 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of a tensor that is too large but for a dimension of size 0.
+        # Neither library can count the elements of a tensor that would be too large without its dimension of size 0.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape
 
     def _fits(self, index: int, nbytes: int) -> None:
-        """Refuse a tensor whose stored number of bytes is not that of its dtype and shape.
+        """Refuse a tensor whose stored number of bytes does not match its dtype and shape.
 
-        The description of a new tensor, on the host, on a device or over a mapping, and of a part of one, follows from
-        its dtype and shape; an existing tensor is described itself.
+        A new tensor (on the host, on a device or over a mapping) and a part of a tensor are made from this dtype and
+        shape; existing memory has its own.
         """
         if self.stored[index].nbytes != nbytes:
             raise self._malformed(index, "its logical dtype and shape do not fit its bytes")

@@ -17,7 +17,7 @@ class Ended(NamedTuple):
         seconds: wall-clock seconds that it took.
         at: when it ended, in nanoseconds since 1970.
         asynchronous: whether it is a save in the background.
-        report: its report; None if it failed.
+        report: the report of the operation; None if it failed.
         error: why it failed, or None.
     """
 

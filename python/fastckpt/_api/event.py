@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Event:
-    """Like ``threading.Event``, never cleared, and safe inside signal handlers.
+    """Like ``threading.Event``, but never cleared, and safe inside signal handlers.
 
     A handler may interrupt anything in its thread, even a wait for the same event. So no waiter holds a lock that
     another could need: each has its own lock, and the list of locks changes in atomic steps.
@@ -32,17 +32,17 @@ class Event:
             waiter.release()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Whether the event is set."""
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, or the time is up; returns whether it is set."""
+        """Wait until the event is set, or the time is up; return whether it is set."""
         if self._set:
             return True
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have been set before the waiter joined the list, and then nothing would release the waiter.
+        # If the event was set before the waiter joined the list, nothing would release the waiter.
         if not self._set:
             # Signal handlers run meanwhile; their exceptions are raised here.
             deadline = None if timeout is None else time.monotonic() + timeout

@@ -27,7 +27,7 @@ _thread = _Thread()
 
 
 def well(report: Report) -> Ended | None:
-    """The record of an operation that ends now, with success or damage found; None without OpenTelemetry."""
+    """The record of an operation that ends now, successfully or with damage found; None without OpenTelemetry."""
     if not _wanted():
         return None
     # Only an operation that copies first has this phase.
@@ -52,7 +52,7 @@ def _wanted() -> bool:
 
 
 def put(ended: Ended | None) -> None:
-    """Export it, if it is not None, in this thread, in whose context the spans find their parent.
+    """Export ``ended``, unless it is None, in this thread: its context has the parent of the spans.
 
     The operation does all other work before this: the program's exporters may block. A signal handler may save while an
     exporter in this thread holds locks. So the handler's operations are exported after the exporter has returned.

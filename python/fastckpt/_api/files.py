@@ -59,7 +59,7 @@ class Files:
     def __post_init__(self) -> None:
         if self.beside is not None:
             check_names("Files", self.beside)
-            object.__setattr__(self, "beside", dict(self.beside))  # the caller's may change later
+            object.__setattr__(self, "beside", dict(self.beside))  # the caller may change its dict later
         bytes_of("Files: shard_size", self.shard_size)
         # An iterator yields its patterns once, but the record serves any number of saves.
         object.__setattr__(self, "frozen", texts_of("frozen")("Files", self.frozen))
@@ -85,7 +85,7 @@ def check_files(operation: str, files: Any) -> Files:
 
 
 def take_files(operation: str, files: Any) -> Taken:
-    """``files=`` of a save that begins: further files are read.
+    """Resolve ``files=`` of a save that begins: read the further files.
 
     Raises:
         OSError: a file to copy cannot be read.

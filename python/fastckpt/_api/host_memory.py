@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: The most and the fewest bytes of staging memory of an operation.
 STAGING, LEAST_STAGING = 256 << 20, 32 << 20
-#: Bytes of it that are pinned at a time: the first copy waits for the first piece.
+#: Bytes of staging memory to pin at a time: the first copy waits for the first piece.
 _STAGING_PIECE = 32 << 20
 
 #: Free memory. The lists change in atomic steps only, so that signal handlers may save, too.
@@ -33,8 +33,8 @@ class Memory:
 
     Attributes:
         core: the object for the core.
-        nbytes: its size.
-        generation: how often the caller had asked to free memory when this was made.
+        nbytes: the size of the memory.
+        generation: how often the caller had asked to free memory before this memory was made.
         registration: the registration of its pinned part; None before :meth:`pin`, and for devices that do not pin.
     """
 
@@ -49,7 +49,7 @@ class Memory:
         self._home = home
 
     def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
-        """Begin to pin it in the background, for copies from and to devices; copies wait for the parts that they need.
+        """Pin the memory in the background, for copies from and to devices; copies wait for the parts that they need.
 
         Memory that an earlier operation pinned stays pinned. No copy may be in progress.
 
@@ -82,7 +82,7 @@ class Memory:
 
     @property
     def problem(self) -> str | None:
-        """Why some of it could not be pinned, for the warnings of a report; None if all could."""
+        """Why some of the memory could not be pinned, for the warnings of a report; None if all could."""
         return None if self.registration is None else self.registration.problem
 
     def _unpin(self) -> None:
@@ -91,14 +91,14 @@ class Memory:
             self.registration = None
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         self._unpin()
         self.core.close()
 
     def give(self) -> None:
-        """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile.
+        """Keep the memory for the next operation, or unmap it if the caller has asked to free memory meanwhile.
 
-        It waits for pinning in progress: an operation that has ended makes no further CUDA calls, and the program may
+        This waits for pinning in progress: an operation that has ended makes no further CUDA calls, and the program may
         capture a graph.
         """
         try:
@@ -130,7 +130,7 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
             continue
         if fitting:
             return chosen
-        # It is too small: free it before larger memory is allocated.
+        # The chosen memory is too small: free it before larger memory is allocated.
         chosen.close()
 
 
@@ -143,7 +143,7 @@ def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
         nbytes: bytes that it moves in all.
 
     Yields:
-        The memory, which is being pinned, for the core ``.core`` of it; None without devices or bytes.
+        The memory, which is being pinned (pass ``.core`` to the core); None without devices or bytes.
     """
     devices = tuple(devices)
     if not devices or not nbytes:

@@ -20,7 +20,7 @@ class SaveInFlight:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
         group: the ranks that save together; None for a save of one process.
-        operation: its turn among those of ranks; None for a save of one process.
+        operation: its turn among the operations of the ranks; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
     """
@@ -34,9 +34,9 @@ class SaveInFlight:
 
 
 def can_wait_for(save: SaveInFlight) -> bool:
-    """Whether this thread can wait for a save: not if the save waits for this thread.
+    """Whether this thread can wait for a save: it cannot if the save waits for this thread.
 
-    That is so if the thread prepares it, below a signal handler, or is in an earlier turn of the ranks.
+    A save waits for a thread that prepares it and now runs a signal handler, and for a thread in an earlier turn.
     """
     if save.operation is not None and save.operation.waits_for_caller():
         return False
@@ -55,22 +55,22 @@ _in_flight: list[SaveInFlight] = []
 #: One event for each caller that waits to be admitted: the end of any save sets all of them.
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
-# Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
-# for them in the interrupted holder would never end.
+# Guards only the count in `admit`. It is reentrant for signal handlers. Writing threads never take it: a handler that
+# waits for them while the interrupted code holds it would never end.
 _admission = RLock()
 _exiting = False
 _registered = False
 
 
 def admit(save: SaveInFlight, most: int) -> None:
-    """Wait until fewer than ``most`` others are in flight, and none of them to the same path; then count this save.
+    """Wait until fewer than ``most`` other saves are in flight, and none to the same path; then count this save.
 
     Saves of other groups do not count: other ranks may have called in another order, and would wait for this one.
-    Saves with a later turn do not count either: a thread, or a signal handler, may overtake this call before that.
+    Saves with a later turn do not count either: another thread or a handler may overtake this call before its count.
     """
     _register()
     while True:
-        # Before the count: otherwise a save could end in between.
+        # The event is added before the count: otherwise a save could end in between.
         ended = Event()
         _waiting.append(ended)
         with _admission:
@@ -132,7 +132,7 @@ def failed(failure: Failure) -> None:
 
 
 def asked(error: BaseException) -> None:
-    """The caller has seen ``error``."""
+    """Record that the caller has seen ``error``."""
     for failure in tuple(_unasked):
         if failure.error is error:
             _unasked.remove(failure)
@@ -153,7 +153,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
             continue
         try:
             _unasked.remove(failure)
-        except ValueError:  # another thread has told it
+        except ValueError:  # another thread has reported it
             continue
         error = failure.error
         if hasattr(error, "add_note"):  # since Python 3.11
@@ -181,7 +181,7 @@ def drain(timeout: float | None = None) -> None:
         timeout: seconds; None waits for as long as it takes.
 
     Raises:
-        TimeoutError: some saves are not durable in time. They continue.
+        TimeoutError: some saves are not durable in time; these saves continue.
         Exception: the first failure of a save whose result was never requested; call again for others.
 
     Example:
@@ -208,7 +208,7 @@ def is_exiting() -> bool:
 def _at_exit() -> None:
     """Report failures at exit; by now the interpreter has normally waited for the writing threads.
 
-    It may be called more than once: a forked child inherits the functions that its parent registered with atexit.
+    A process may call it more than once: a forked child inherits the functions that its parent registered with atexit.
     """
     global _exiting  # noqa: PLW0603 - once a process
     _exiting = True
@@ -217,7 +217,7 @@ def _at_exit() -> None:
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)
-        # As one write: the failed thread may be logging at this moment.
+        # Write the line in one call: the failed thread may be logging at this moment.
         line = (
             f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"

@@ -51,7 +51,7 @@ def _memory_of(item: Occurrence) -> Any:
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
-    """For each position of the whole structure, its position in the selected part; the same if all is selected."""
+    """The position in the selected part for each position of the whole structure; the same if all is selected."""
     return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
@@ -66,17 +66,17 @@ class _Entry:
 
 
 class Into:
-    """The tensors of ``into=``, matched with those of the checkpoint.
+    """The tensors of ``into=``, matched with the tensors of the checkpoint.
 
     Args:
         reader: the checkpoint.
-        path: its path, for messages.
+        path: the path of the checkpoint, for messages.
         into: the state.
         targets: the requests of the read.
-        types: the types that are known.
+        types: the known types.
         strict: whether each side must have all tensors of the other side.
         spreads: describes tensors that are spread over ranks; without it they are refused.
-        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
+        shared: whether other ranks have the rest. If so, ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
         missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
@@ -112,7 +112,7 @@ class Into:
             for item in self.flat.occurrences
             if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
         }
-        # The base of an expanded tensor is given in its place.
+        # For an expanded tensor, `given` has its base at the same place.
         self._expanded = {item.place: item for item in self.flat.occurrences if item.token.startswith('["expanded"')}
         self._bases: set[int] = set()
         self.missing: tuple[str, ...] = ()
@@ -126,11 +126,11 @@ class Into:
         self._composed: dict[int, Any] = {}
         #: The number of the stored tensor that fills a tensor of into, by its tie.
         self._ties: dict[Any, int] = {}
-        #: The layout in memory of the same tensors, by their ties.
+        #: The layout in memory of each tensor of into, by its tie.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()
-        #: A value that does not fit: its parts are not reported again.
+        #: Places of values that do not fit: their parts are not reported again.
         self._unfit: set[Place | None] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
@@ -145,7 +145,7 @@ class Into:
 
     @staticmethod
     def _owner(owners: dict[Place, Owner], place: Place) -> tuple[Owner | None, Place]:
-        """The object whose state contains ``place``, and which entry of it that is."""
+        """The object whose state contains ``place``, and the entry of that state that contains it."""
         entry, at = place, place if owners else None
         while at is not None:
             owner = owners.get(at)
@@ -156,7 +156,7 @@ class Into:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are objects: new tensors may be made for them."""
+        """Whether ``into`` has objects: new tensors may be made for them."""
         return bool(self._owners)
 
     @paused()
@@ -184,7 +184,7 @@ class Into:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: they do not fit, or ``into`` has other values. It lists all differences.
+            StructureMismatchError: tensors do not fit, or ``into`` has other values. The error lists all differences.
             CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)
@@ -214,7 +214,7 @@ class Into:
         try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
-        # In the order in which they are finished: an inner container before the outer one.
+        # Values are sorted in the order in which they are finished: an inner container before the outer one.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
         self._regions = sorted(
             ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
@@ -246,14 +246,14 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Record that a tensor is new if it was chosen, as a tensor in a key may be."""
+        """Record that a tensor will be new, if it is chosen: a tensor in a key may be chosen."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:
             self._composed[item.position] = None
 
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
-        """Why a tensor does not fit the value in its place, or None; one without a place is added to ``lacking``."""
+        """Why a tensor does not fit the value in its place, or None; add it to ``lacking`` if it has no place."""
         item, given = entry.item, entry.given
         if given is not None:
             return self._fit(item, given)
@@ -378,14 +378,14 @@ class Into:
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
         every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
-        # By the first place of a container: the first of its chosen places.
+        # The first chosen place of each container, by its first place.
         chosen: dict[Place, Place] = {}
         for first, further in again:
             for place in (first, further):
                 if place not in starts:
                     continue
                 known = chosen.setdefault(first, place)
-                # They may differ in parts that were not chosen.
+                # The values may differ in parts that were not chosen.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
                     why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
                     self._mismatches.add(starts[place], why)
@@ -528,7 +528,7 @@ class Into:
             self.targets.ask_strided(index, value, self._layout(given)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
-        """After everything has been read, ``into`` with the state of ``tokens``, which :meth:`match` returned.
+        """Once everything has been read, return ``into`` with the state of ``tokens``, the result of :meth:`match`.
 
         Raises:
             CheckpointError: an object refused its state.

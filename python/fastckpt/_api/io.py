@@ -40,13 +40,13 @@ class IO:
             it is set, else takes the first of these that works; the report names the engine that ran. A load with
             ``auto`` reads cached files from the page cache. If LOCAL_WORLD_SIZE is more than 1, a load of a whole
             checkpoint reads through the page cache, so that ranks of a node that load one path read the storage once;
-            on storage of several machines a load of some whole tensors does so, too. Neither does if one of the path's
-            last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only one rank
-            loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
+            on storage of several machines, a load of some whole tensors does so, too. Neither load does so if one of
+            the path's last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only
+            one rank loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
         threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
-            ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one below 2 MiB. There are never more
-            threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned
-            memory. For a URL 16 by default, each with a request of up to 8 MiB. In a save in the background they first
+            ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one thread below 2 MiB. There are never
+            more threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned
+            memory. For a URL, 16 by default, each with a request of up to 8 MiB. In a save in the background they first
             copy, by default at most one per core, and then write.
         staging: the most bytes of staging buffers of an operation in this process: a number, or a string such as
             ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
@@ -79,13 +79,13 @@ class IO:
             tensors are in use, no program may change or truncate the files in place, and if their storage fails,
             touching a page ends the process with SIGBUS. (Saving to the same path, or removing it, is safe on a local
             file system; on NFS another host must not do so.) With ``device``, new tensors there are copied from the
-            pages, and so are tensors and arrays of ``into``: once all pages have been checked, so that a damaged
-            checkpoint changes nothing. Not with ``dtype``, a URL, or a load that ranks make together.
-        verify: for loads: compare every byte with its checksum. With ``mmap``: the pages at the time of the call; a
-            page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read when they
-            are touched.
+            pages, and so are tensors and arrays of ``into``, but only after all pages have been checked: a damaged
+            checkpoint changes nothing. It excludes ``dtype``, URLs, and loads that ranks make together.
+        verify: for loads: compare every byte with its checksum. With ``mmap``, compare the pages at the time of the
+            call; a page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read
+            when they are touched.
         on_report: called with the report of each operation that succeeded: a :class:`SaveReport`, a
-            :class:`LoadReport`, or that of a copy or verification. For a save in the background the writing thread
+            :class:`LoadReport`, or that of a copy or verification. For a save in the background, the writing thread
             calls it, and logs an error of the function.
 
     Raises:
@@ -161,7 +161,7 @@ def bytes_per_second(io: IO) -> int | None:
 
 
 def deadline_of(io: IO, *, background: bool) -> timedelta | None:
-    """``deadline``; None for none."""
+    """``deadline`` as a timedelta; None for no deadline."""
     seconds = io.deadline if io.deadline is not None else _PATIENCE if background else math.inf
     return timedelta(seconds=seconds) if seconds < _ENDLESS else None
 
@@ -182,7 +182,7 @@ def most_pinned(io: IO) -> int | None:
     if type(pin) is int and pin == 0:
         return 0
     try:
-        # A number of bytes is whole, unless it has a unit.
+        # A number of bytes without a unit must be whole.
         return bytes_of("pin", None if isinstance(pin, float) else pin)
     except ValueError:
         raise ValueError(

@@ -18,7 +18,7 @@ class Lent:
     """The memory lent to one operation.
 
     Attributes:
-        core: the memory, in the core's form; None if no device takes part: the core uses its own memory.
+        core: the memory, in the core's form; None if no device takes part: the core then uses its own memory.
     """
 
     def __init__(self, memory: Memory | None) -> None:
@@ -27,7 +27,7 @@ class Lent:
 
     @property
     def warnings(self) -> list[str]:
-        """For the report: a warning if the memory could not be pinned."""
+        """A warning for the report, if the memory could not be pinned."""
         problem = None if self._memory is None else self._memory.problem
         return [problem] if problem else []
 

@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
     Attributes:
         state: the state.
         report: the report.
-        reader: the checkpoint: its manifest need not be read again.
+        reader: the open checkpoint, so that its manifest need not be read again.
     """
 
     state: Any
@@ -68,21 +68,21 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
         {options}
 
     Returns:
-        The state, which is ``into`` where that is given and can be changed.
+        The state. It is ``into``, if that was passed and can be changed.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         FormatVersionError: this release does not read its format version.
         StructureMismatchError: ``into`` does not fit; nothing was changed, and ``differences`` lists every difference.
-        CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already
-            filled, plain values are unchanged. Or a class in this program differs from the saved one.
+        CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already filled,
+            and plain values are unchanged. Or a class in this program differs from the saved one.
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: the type of a value is unknown, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``registry``, ``io`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
-            package obstore cannot.
+            package obstore cannot be imported.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was changed.
         OSError: the storage failed, or the store did not answer or refused.
@@ -143,8 +143,8 @@ def _load(source: str, settings: LoadSettings, into: Any) -> Loaded:
     made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
     if prepared.unexpected and prepared.missing and not made.tensors:
         warn(
-            f"fastckpt: load: {source}: no tensor of it has a place in into=, which stays as it is: give it the same "
-            'keys, as in into={"model": model} with keys="model"'
+            f"fastckpt: load: {source}: no tensor of the checkpoint has a place in into=, which stays unchanged: "
+            'pass a state with the same keys, as in into={"model": model} with keys="model"'
         )
     return Loaded(state, conclude(made), reader)
 

@@ -41,8 +41,8 @@ class LoadSettings(Settings):
         "a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots "
         '(``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?`` '
         'and ``[`` also chooses everything below that name (``"model"``). Only matching tensors are read, and the '
-        "result holds only matching tensors and values, and the containers that lead there: positions in lists close "
-        "up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their positions. "
+        "result holds only matching tensors and values, and the containers that lead there; lists close their gaps. "
+        "With ``into``, everything else in it stays unchanged, and items chosen from a list keep their positions. "
         "An empty container is a value. A value made of several parts (a sparse tensor, a registered object) comes "
         "whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a "
         "name at each of its places, and comes back at those that match.",
@@ -76,7 +76,7 @@ class LoadSettings(Settings):
         check_rename,
         "other keys: a dict of new keys by old ones, or a function of the key, such as "
         '``fastckpt.strip_prefix("module.")``. It changes every dict key that is a string, after the names in the file '
-        "have been chosen from, and before the comparison with ``into``.",
+        "have been selected, and before the comparison with ``into``.",
     )
     framework: str = option(
         "auto",

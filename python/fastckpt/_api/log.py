@@ -28,7 +28,7 @@ class LastWord(logging.NullHandler):
         super().__init__(logging.ERROR)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless another handler handles it."""
+        """Pass an error to Python's last resort, which writes to stderr, unless another handler handles it."""
         at: logging.Logger | None = logging.getLogger(record.name)
         while at is not None:
             if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):
@@ -40,7 +40,7 @@ class LastWord(logging.NullHandler):
 
 
 def set_up() -> None:
-    """Prevent forks within lines, and write errors to stderr if no logging is configured."""
+    """Prevent forks while a line is written, and write errors to stderr if no logging is configured."""
     _logger.addHandler(LastWord())
     _logger.handle = _handle  # type: ignore[method-assign]
 
@@ -58,7 +58,7 @@ def _handle(record: logging.LogRecord) -> None:
 
 
 def _before_fork() -> None:
-    """Wait for lines of other threads.
+    """Wait until other threads have written their lines.
 
     The writing thread holds the lock of the stream. Python does not reset that lock in a child. So a child that is
     forked meanwhile would hang when it flushes the stream, at the latest when it exits.

@@ -34,18 +34,18 @@ _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
     """Remove the checkpoint at ``path``.
 
-    It loses its name in one durable step, and then its files: half of it is never visible. If the process is killed in
-    between, files stay under a temporary name; the next save into the same parent directory removes them. Readers of
-    the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and that a load
-    would restore, is removed as well. At a URL the manifest is removed first, which ends the checkpoint; a second call
-    removes what a killed call left.
+    The checkpoint loses its name in one durable step, and then its files: half of it is never visible. If the process
+    is killed in between, files stay under a temporary name; the next save into the same parent directory removes them.
+    The call does not wait for readers. An old copy of the checkpoint that a killed save left under a temporary name,
+    and that a load would restore, is removed as well. At a URL the manifest is removed first, which ends the
+    checkpoint; a second call removes what a killed call left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md).
             The removal waits for an asynchronous save in flight to it.
         force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they are an
             error that names the first of them. Directories and links in it are always an error.
-        files: names of further files of it, which its save added with ``files=``.
+        files: names of further files of the checkpoint, which its save added with ``files=``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -69,7 +69,7 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
         return
     in_flight.wait_for_paths(target)
     if files and not force and (found := strange_in(target, files)):
-        why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
+        why = f"remove: it holds `{found[0]}`, which is not part of the checkpoint: move that elsewhere"
         raise OSError(errno.ENOTEMPTY, why, target)
     _core.remove(target, [*files], bool(force))
 
@@ -78,15 +78,15 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     """The files in the checkpoint at a path that are not part of it, by relative names.
 
     Args:
-        path: its directory.
+        path: the directory of the checkpoint.
         files: the names of the files given with ``files=``.
 
     Raises:
         NotACheckpointError: the path holds no checkpoint.
         OSError: the directory cannot be read.
     """
-    from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - what reads without the core is seldom needed
-    from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
+    from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - the portable reader is seldom needed
+    from fastckpt._portable.listing import strangers  # noqa: PLC0415 - it is seldom needed
 
     shards: Collection[str] | None = None
     # In a damaged checkpoint, the names decide which files are part of it.
@@ -183,13 +183,13 @@ def clean(
 ) -> builtins.list[Leftover]:
     """Remove the leftovers of killed saves, removals and copies in ``directory``; by default, only list them.
 
-    It removes ``dead`` leftovers; with ``older_than`` also old ``unknown`` or ``kept`` ones. It never removes the files
-    of a running save, nor ``foreign`` leftovers.
+    It removes ``dead`` leftovers, and with ``older_than`` also old ``unknown`` or ``kept`` ones. It never removes the
+    files of a running save, nor ``foreign`` leftovers.
 
     Args:
         directory: the directory that holds the checkpoints.
         older_than: also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in
-            them has changed for that time: seconds, or a string with a unit (``"2h"``); 0 for any age. Give more than
+            them has changed for that time: seconds, or a string with a unit (``"2h"``); 0 for any age. Pass more than
             the longest pause of a save.
         dry_run: change nothing.
 

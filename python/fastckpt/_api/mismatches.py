@@ -39,7 +39,7 @@ class Mismatches:
         """Raise :class:`StructureMismatchError` for ``into``, flattened as ``flat``, if any mismatch was added."""
         if not self._found:
             return
-        # In the order of the structure.
+        # The error lists mismatches in the order of the structure.
         found = [text for _, text in sorted(self._found, key=lambda one: one[0])]
         shown = found[:_LISTED]
         if len(found) > _LISTED:
@@ -69,7 +69,7 @@ class Mismatches:
 
 
 def _holds_fresh_optimizer(into: Any) -> bool:
-    """Whether it holds the state of an optimizer without any tensor."""
+    """Whether ``into`` holds the state of an optimizer without any tensor."""
     todo, seen = [into], 0
     while todo and seen < _SEARCHED:
         value = todo.pop()

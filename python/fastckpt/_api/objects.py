@@ -40,7 +40,7 @@ class Owner:
     """An object in ``into``, and the facts about its state.
 
     Attributes:
-        place: its place.
+        place: the place of the object.
         value: the object.
         kind: ``module``, ``optimizer``, ``scheduler`` or None.
     """
@@ -49,7 +49,7 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: Tensors that were filled in place, by identity: a module's Parameter or buffer, None if it is composed.
+        #: For tensors filled in place, by identity: the module's Parameter or buffer; None if composed.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}
@@ -59,7 +59,7 @@ class Owner:
             self._own = {item.stored.tie: item.value for item in tensors.occurrences if item.stored is not None}
 
     def describe(self) -> str:
-        """The object, for a message."""
+        """The class and the place of the object, for a message."""
         return f"the {type(self.value).__qualname__} at {self.place}"
 
     def is_fillable(self, entry: Place, tie: Any | None) -> bool:
@@ -85,7 +85,7 @@ class Owner:
         return parameters[int(number)] if number.isdecimal() and int(number) < len(parameters) else None
 
     def unlike(self, tokens: Sequence[Token], *, strict: bool, whole: bool) -> str | None:
-        """Why a state of these tokens cannot be for this object, or None; called before anything is changed.
+        """Why a state of these tokens does not fit this object, or None; called before anything is changed.
 
         Args:
             tokens: the state.
@@ -147,7 +147,7 @@ class Owner:
         self._filled[id(value)] = None if tie is None else self._own.get(tie)
 
     def give(self, state: Any) -> None:
-        """Give the object its state; a module only if filling its tensors was not enough.
+        """Give the object its state; a module gets it only if filling its tensors was not enough.
 
         Raises:
             CheckpointError: its ``load_state_dict`` raised.
@@ -164,7 +164,7 @@ class Owner:
             whole = OrderedDict(
                 (key, one) for key, value in state.items() if (one := self._filled.get(id(value), value)) is not None
             )
-            # It holds the saved versions of the modules.
+            # The attributes of the state hold the saved versions of the modules.
             vars(whole).update(getattr(state, "__dict__", {}))
             self.value.load_state_dict(whole, strict=False)
         except Exception as error:
@@ -199,7 +199,7 @@ class _Trial(_Outline):
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         codec = self.types.by_name(name)
-        # A deque or long bytes in a subclass are a registered type or a tensor.
+        # In a subclass of deque or bytes, the value may be a registered type or a tensor.
         if codec is None or not codec.shallow or type(value) is _Unmade:
             return _Unmade()
         return StateBuilder.typed(self, name, value, attributes)
@@ -210,7 +210,7 @@ def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
 
     Args:
         tokens: the state.
-        framework: that of the load; it decides the decoded form of dtypes, which may be keys.
+        framework: the framework of the load. It decides the decoded form of dtypes, which may be keys.
         types: the types that are known.
 
     Raises:
@@ -225,11 +225,11 @@ class WithObjects(StateBuilder):
 
     Args:
         framework: see :class:`.StateBuilder`.
-        tensors: see there.
-        composed: see there.
-        types: see there.
+        tensors: see :class:`.StateBuilder`.
+        composed: see :class:`.StateBuilder`.
+        types: see :class:`.StateBuilder`.
         tokens: all tokens.
-        regions: the objects, and the first token of the state of each and one past its last, in order.
+        regions: for each object in order: the first token of its state, one past its last token, and the object.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class WithObjects(StateBuilder):
         if token is HOLE_TOKEN:
             return HOLE
         tokens, owner = self._inside[_NUMBER - token[1]]
-        # It reads its tensors from the same iterator, in the order of the whole structure.
+        # This builder takes its tensors from the same iterator, in the order of the whole structure.
         builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
         self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

@@ -72,7 +72,7 @@ class Exporter:
         )
 
     def export(self, ended: Ended) -> None:
-        """One span with a span for each phase, below the current one; and the metrics."""
+        """Record one span below the current one, with a span for each phase in it, and the metrics."""
         begin = ended.at - round(ended.seconds * 1e9)
         # Megatron-LM wraps this span in its own spans: the time must not be counted twice under their names.
         around = getattr(trace.get_current_span(), "name", "")
@@ -109,7 +109,7 @@ class Exporter:
         report, failure = ended.report, _failure(ended)
         if isinstance(ended.error, CancelledError):
             return
-        # With the span's context an exemplar leads from a bucket to its trace.
+        # With the span's context, an exemplar leads from a bucket to its trace.
         context = trace.set_span_in_context(span)
         labels: dict[str, Any] = {
             "fastckpt.operation": ended.operation,
@@ -120,7 +120,7 @@ class Exporter:
             self._failures.add(1, failed, context)
             self._duration.record(ended.seconds, failed, context)
             return
-        assert report is not None  # noqa: S101 - what has no error has a report
+        assert report is not None  # noqa: S101 - an operation without an error has a report
         labels["fastckpt.engine"] = report.engine
         self._duration.record(ended.seconds, labels, context)
         self._bytes.add(report.bytes, labels, context)
@@ -168,7 +168,7 @@ def _failure(ended: Ended) -> str | None:
     return "damage" if isinstance(report, VerifyReport) and not report.ok else None
 
 
-# Without an SDK in the program these calls do nothing; they find an SDK that is set up later.
+# Without an SDK in the program, these calls do nothing; they find an SDK that is set up later.
 _exporter = Exporter(trace.get_tracer("fastckpt", _core.__version__), metrics.get_meter("fastckpt", _core.__version__))
 
 

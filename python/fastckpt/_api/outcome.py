@@ -32,7 +32,7 @@ def until_settled(read: Callable[[], _T]) -> _T:
     while True:
         try:
             return read()
-        except ReplacedCheckpointError:  # noqa: PERF203 - a loop of a few turns
+        except ReplacedCheckpointError:  # noqa: PERF203 - the loop has few turns
             if time.monotonic() > give_up:
                 raise
 
@@ -61,7 +61,7 @@ def conclude(report: _R) -> _R:
 
 
 def tell(report: Report) -> None:
-    """Log it."""
+    """Log the report."""
     if report.fallback is not None and report.fallback not in _told:
         _told.add(report.fallback)
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)

@@ -25,7 +25,7 @@ _OPERATION = "load_per_rank"
 
 
 def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
-    """The structure of each rank's own state; empty where nothing was saved so.
+    """The structure of each rank's own state; empty if no such states were saved.
 
     Raises:
         CorruptCheckpointError: the stored value is not a list of states.

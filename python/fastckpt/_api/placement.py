@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
-#: Dtypes that can be requested, and dtypes that can be cast: numpy's in any byte order, too.
+#: Dtypes that can be requested, and dtypes that can be cast, which include numpy's in any byte order.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
 _WHOLE = r"bool|u?int\d+|[<>|][biu]\d+"
 _SAVED = "saved"
-#: Bytes of the state of torch's random generators: on a GPU, on the CPU.
+#: Bytes of the state of a random generator of torch: 16 on a GPU, 5056 on the CPU.
 _RANDOM = frozenset({16, 5056})
 
 
@@ -119,7 +119,7 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 
 
 def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
-    """As :func:`dtypes_of`, for tensors of integers and booleans whose exact name is in ``dtype``, without patterns.
+    """Like :func:`dtypes_of`, for tensors of integers and booleans whose exact name is in ``dtype``; no patterns.
 
     Tensors with a number in ``inner`` are parts of other tensors, and stay unchanged.
     """
@@ -198,9 +198,9 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
 
 
 def _stays(stored: StoredTensor, token: list[Any]) -> bool:
-    """Whether this was on the CPU and must stay there: the state of a random generator, or an optimizer's ``step``.
+    """Whether a tensor was on the CPU and must stay there: the state of a random generator, or an optimizer's ``step``.
 
-    torch refuses a random state that is on a GPU, and each optimizer step would copy its number back from there.
+    torch refuses a random state that is on a GPU, and each optimizer step would copy ``step`` back from the GPU.
     """
     if token[0] != "tensor" or device_of(token) != "cpu":
         return False
@@ -212,7 +212,7 @@ def _stays(stored: StoredTensor, token: list[Any]) -> bool:
 
 
 def _counts(stored: StoredTensor) -> bool:
-    """Whether this is an optimizer's ``step``."""
+    """Whether a tensor is an optimizer's ``step``."""
     return not stored.shape and stored.name.rpartition(".")[2] == "step"
 
 

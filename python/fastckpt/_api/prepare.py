@@ -50,7 +50,7 @@ class Prepared:
         self.unwanted: set[int] = set()
 
     def build(self) -> Any:
-        """After everything has been read, the state, which is ``into`` if that was given.
+        """Return the state after everything has been read; it is ``into``, if that was passed.
 
         Raises:
             CheckpointError: an object in ``into`` refused its state.
@@ -74,15 +74,15 @@ def prepare(
 
     Args:
         reader: the checkpoint.
-        source: its path, for messages.
+        source: the path of the checkpoint, for messages.
         settings: the options of the load.
         into: the state to fill; None for a new one.
         target: the class that collects the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
-        shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
+        shared: whether other ranks load, too. If so, ``into`` need not have all tensors of the checkpoint.
 
     Raises:
-        MemoryError: it needs more memory than this process may use.
+        MemoryError: the load needs more memory than this process may use.
     """
     with paused():
         stored = reader.tensors()

@@ -23,7 +23,7 @@ class Randomness:
         """Restore the generators to the states that a call of :meth:`state_dict` returned.
 
         Args:
-            state: its result. Generators of missing devices are left out.
+            state: the result of :meth:`state_dict`. Generators of missing devices are left out.
         """
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])  # noqa: NPY002 - the global one

@@ -102,7 +102,7 @@ class Report:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Throughput in GB/s, GB being 10^9 bytes; 0.0 for an empty checkpoint."""
+        """Throughput in GB/s (GB is 10^9 bytes); 0.0 for an empty checkpoint."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def scalars(self, prefix: str = "checkpoint/") -> dict[str, float]:
@@ -166,15 +166,15 @@ class SaveReport(Report):
         staged: bytes copied to the snapshot; 0 for a synchronous save.
         step: the training step, where the metadata has it as ``{"step": ...}``, or None.
         linked_files: files that were linked from ``base`` instead of written.
-        linked_bytes: bytes of tensor data in them. ``bytes`` are those that were written.
+        linked_bytes: bytes of tensor data in the linked files. ``bytes`` counts only what was written.
         rank: this rank in the process group.
         ranks: how many ranks saved together.
         bytes_total: bytes of tensor data that all ranks wrote.
         bytes_sent: bytes that this rank sent to ranks that wrote them.
-        bytes_received: bytes that it received from others, and wrote.
-        bytes_host: of these, bytes that it read from the memory of ranks on its host, not over the network.
+        bytes_received: bytes that this rank received from others, and wrote.
+        bytes_host: the received bytes that this rank read from the memory of ranks on its host, not over the network.
         host_fallback: why other ranks on its host sent their bytes over the network; empty if none did.
-        peers: number of ranks that it exchanged bytes with.
+        peers: number of ranks that this rank exchanged bytes with.
         team: approximate number of ranks that merged their pieces before the write (``FASTCKPT_AGGREGATE``); 1 if each
             rank wrote its own.
         grain: the writer of a file can change only at multiples of this many bytes; 0 for a save of one process.
@@ -230,8 +230,8 @@ class LoadReport(Report):
         rank: this rank in the process group.
         ranks: how many ranks loaded together.
         bytes_storage: bytes that this rank read from storage, for itself or for others.
-        bytes_peers: bytes that it received from other ranks.
-        bytes_sent: bytes that it sent to other ranks.
+        bytes_peers: bytes that this rank received from other ranks.
+        bytes_sent: bytes that this rank sent to other ranks.
     """
 
     operation: ClassVar[str] = "load"
@@ -326,7 +326,7 @@ class CopyReport:
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
         warnings: further messages for the caller; usually empty.
-        was_there: whether the target held this checkpoint already, and nothing was done.
+        was_there: whether the target already held this checkpoint and nothing was copied.
     """
 
     source: str
@@ -340,7 +340,7 @@ class CopyReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Throughput of the bytes moved in GB/s, GB being 10^9 bytes."""
+        """Throughput of the bytes moved, in GB/s (GB is 10^9 bytes)."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from fastckpt._text import size
 
 from .outcome import logger
 
-#: Loads of fewer bytes are not checked: they fit anywhere.
+#: Loads of fewer bytes are not checked, because they fit anywhere.
 _LITTLE = 64 << 20
 #: From this share of the remaining memory on, a load logs a warning.
 _NEAR = 0.9
@@ -23,7 +23,7 @@ _NEAR = 0.9
 def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
     """Compare the memory that a load fills with the memory that is left.
 
-    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load equally much, in one control group: a warning counts all.
+    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load equal amounts, in one control group: a warning counts all.
 
     Args:
         source: the checkpoint, for messages.
@@ -32,7 +32,7 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
         root: the directory of ``/proc`` and ``/sys``.
 
     Raises:
-        MemoryError: they do not fit, and there is no swap space.
+        MemoryError: the new tensors do not fit, and there is no swap space.
     """
     if nbytes < _LITTLE:
         return

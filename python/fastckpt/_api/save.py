@@ -53,7 +53,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             format allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude`` or ``dtype``, or of frozen tensors, matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
-        FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.
+        FileExistsError: ``path`` exists, and it is not a checkpoint of fastckpt or ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
         DeadlineError: the storage has not answered for as long as ``IO(deadline=...)``.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (If only the final
@@ -66,8 +66,8 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
     Warns:
         RuntimeWarning: a class of a value is not declared in this program, so that a load would refuse it, or is in
-            ``__main__`` without another name; or an attribute besides the fields of a dataclass cannot be stored. It is
-            given once for each; a filter that turns warnings into errors ends the save before anything is written. Or
+            ``__main__`` without another name; or an attribute besides the fields of a dataclass cannot be stored. Each
+            warning is given once; a filter that turns warnings into errors ends the save before anything is written. Or
             an earlier asynchronous save failed, and its result was never requested: this save warns of it at its end.
 
     Example:

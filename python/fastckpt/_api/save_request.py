@@ -39,16 +39,16 @@ class SaveRequest:
         flat: the state, flattened. Its ``keep`` holds the owners of addresses, then those of ``per_rank``.
         per_rank: this rank's ``per_rank`` state, flattened; None without one.
         spreads: the spreads of tensors that are spread over ranks.
-        movers: the movers of tensors without an address: by their numbers in ``flat``, and after these by those in
+        movers: the movers of tensors without an address, by number: the numbers of ``flat`` come first, then those of
             ``per_rank``.
-        boxes: of tensors that this rank holds in boxes, by the number in ``flat``: address, bytes and number in
-            ``movers`` of each, in the order of its parts.
-        sources: copies the values of these tensors at that time; None once they are no longer needed.
+        boxes: for each tensor that this rank holds in boxes, by its number in ``flat``: the address, the bytes and the
+            number in ``movers`` of each part, in order.
+        sources: copies the current values of the tensors of ``movers``; None once they are no longer needed.
         tailor: applies ``exclude=`` and ``dtype=``.
         base: the absolute path of the earlier checkpoint whose files are linked.
         nice: the niceness of the threads that write; None keeps the niceness of the process.
-        snapshot: of a save in the background, the copy of the state.
-        counters: of a save in the background, its live counters, from the moment at which the copy begins.
+        snapshot: the copy of the state, in a save in the background.
+        counters: the live counters of a save in the background, from the moment at which the copy begins.
     """
 
     operation: str
@@ -135,13 +135,13 @@ def build_request(
     per_rank: Any = None,
     spreads: Spreads | None = None,
 ) -> SaveRequest:
-    """Flatten the state, leave out and cast, and warn of types. Call it from the public function.
+    """Flatten the state, leave out and cast values, and warn of types. Call it from the public function.
 
     Args:
         operation: the word that error messages begin with.
         path: the checkpoint's directory, absolute.
         state: see :func:`fastckpt.save`.
-        metadata: see there.
+        metadata: see :func:`fastckpt.save`.
         settings: how it is saved.
         began: when the program called (``time.perf_counter``).
         per_rank: a separate state of this rank, without DTensors; None for none.
@@ -161,7 +161,7 @@ def build_request(
     try:
         request.spreads = [] if spreads is None else spreads.found
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
-        request.movers = flat.movers  # not the earlier ones, if tensors were left out
+        request.movers = flat.movers  # replaced by `fit` if tensors were left out
         if per_rank is not None:
             own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types)
             behind = len(flat.tensors)
@@ -176,7 +176,7 @@ def build_request(
     return request
 
 
-#: Remarks about types that were already issued.
+#: The remarks about types that have been issued.
 _said: set[str] = set()
 
 

@@ -108,8 +108,8 @@ class SaveSettings(WriteSettings):
         check_base,
         "an earlier checkpoint. Its files that hold only unchanged tensors are linked into the new checkpoint instead "
         "of written, and the rest is written so that unchanged tensors have files of their own from then on. Each "
-        "directory stays whole by itself, and may be removed. May be ``path``. If the base is damaged, missing or of "
-        "another kind, the report warns, and more is written. docs/unchanged.md has the rules.",
+        "directory stays whole by itself, and may be removed. The base may be ``path``. If it is damaged, missing or "
+        "of another kind, the report warns, and more is written. docs/unchanged.md has the rules.",
         alike=True,
     )
     exclude: tuple[str, ...] | None = option(
@@ -118,7 +118,7 @@ class SaveSettings(WriteSettings):
         "a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as for "
         ":func:`fastckpt.load`: matches are left out, as if they were not in the state, even if they could not be "
         "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name. "
-        "``fastckpt info`` shows the patterns, of several ranks those of the first.",
+        "``fastckpt info`` shows the patterns; for several ranks, those of rank 0.",
         kept=", ".join,
     )
     dtype: Any = option(
@@ -126,7 +126,7 @@ class SaveSettings(WriteSettings):
         as_given,
         "cast floating-point tensors and arrays on the way, piece by piece, on their device: a dtype, a dict of "
         'patterns, as ``{"model": "bfloat16"}``, or a function, as for :func:`fastckpt.load`, where ``shard`` of the '
-        ":class:`TensorInfo` is empty. A tensor of integers or booleans is cast where its very name is in the dict. "
+        ":class:`TensorInfo` is empty. A tensor of integers or booleans is cast if its exact name is in the dict. "
         "``warnings`` of the report name tensors with numbers beyond the range of their new dtype.",
     )
 

@@ -27,12 +27,12 @@ class Patterns:
     """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses everything below that name.
 
     Args:
-        argument: its name.
+        argument: the name of the argument.
         patterns: the patterns.
         operation: the word that error messages begin with.
 
     Raises:
-        TypeError: one is not a string.
+        TypeError: a pattern is not a string.
     """
 
     def __init__(self, argument: str, patterns: Iterable[Any], operation: str = "load") -> None:
@@ -77,7 +77,7 @@ def patterns_of(argument: str, given: Any, operation: str) -> Patterns:
     """The patterns that a caller gave as one argument.
 
     Raises:
-        TypeError: it is neither a pattern nor a sequence of patterns.
+        TypeError: ``given`` is neither a pattern nor a sequence of patterns.
     """
     if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
         raise TypeError(f"{operation}: {argument} must be a pattern or a sequence of patterns, not {given!r}")
@@ -97,7 +97,7 @@ class Selection:
     """The choice that ``keys`` and ``exclude`` make in a checkpoint: everything if both are None.
 
     Raises:
-        TypeError: they are neither patterns nor None.
+        TypeError: ``keys`` or ``exclude`` is neither patterns nor None.
     """
 
     def __init__(self, keys: Any, exclude: Any, operation: str = "load") -> None:

@@ -36,7 +36,7 @@ class Option(NamedTuple):
     Attributes:
         default: the value without an argument.
         check: called with the operation and the value; returns the value for the record, or raises.
-        words: its description, for the docstring.
+        words: the description of the option, for the docstring.
         alike: whether it must be equal on all ranks of a job.
         late: whether it is checked after all others.
         kept: puts a value other than the default into words, which the checkpoint records; None to record nothing.
@@ -121,7 +121,7 @@ class Settings:
         return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in checks})
 
     def alike(self) -> dict[str, Any]:
-        """The options that all ranks of a job have to give alike, by name as errors have it."""
+        """The options that must be equal on all ranks of a job, by their names in errors."""
         return {f"{name}=": getattr(self, name) for name, one in self.options().items() if one.alike}
 
     def kept(self) -> list[tuple[str, str]]:
@@ -158,7 +158,7 @@ def where(name: str, known: Collection[str]) -> str:
     for argument, (public, record) in _RECORDS.items():
         option = inspect.signature(record).parameters.get(name)
         if option is not None and option.kind is not inspect.Parameter.VAR_POSITIONAL:
-            whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, which this does not take"
+            whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, not of this call"
             return f": it is an option of {whose}"
     here = _ELSEWHERE.get(name, "")
     if here.partition("=")[0] in known:

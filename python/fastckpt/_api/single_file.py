@@ -146,7 +146,7 @@ class WritableFile(io.BufferedIOBase):
         limited = how.bandwidth_limit is not None
         threads = how.threads or (self._pace.threads if limited else _THREADS)
         self._pool = ThreadPoolExecutor(threads, "fastckpt")
-        # Memory for one block each; None until it is needed. Two more than threads: one is being filled.
+        # Memory for one block each; None until needed. There are two more than threads: one is being filled.
         self._memories: SimpleQueue[Any] = SimpleQueue()
         for _ in range(threads + 2):
             self._memories.put(None)
@@ -198,7 +198,7 @@ class WritableFile(io.BufferedIOBase):
                 self._writing = True
                 self._append(source)
             except BaseException as error:
-                # The file does not hold what the caller believes it has written.
+                # The file does not hold all bytes that the caller has passed.
                 self._error = self._error or error
                 raise
             finally:
@@ -223,7 +223,7 @@ class WritableFile(io.BufferedIOBase):
                     self._begin(_Block(self._memory, self._at - inside, inside))
                 self._pool.shutdown()
                 if self._error is not None:
-                    raise self._error  # noqa: TRY301 - it discards, too
+                    raise self._error  # noqa: TRY301 - this error must discard the file, too
                 self._check_direct()
                 sums = [self._sums[start] for start in sorted(self._sums)]
                 self._file.publish(self._at, _crc64.joined(_crc64.of(b""), sums))
@@ -337,7 +337,7 @@ class WritableFile(io.BufferedIOBase):
             self._move(block)
 
     def _move(self, block: _Block) -> None:
-        """Copy the bytes of a block to its memory, unless they are there, and write it; only one call does."""
+        """Copy the bytes of a block to its memory, unless they are there, and write it; later calls do nothing."""
         memory = block.claim()
         if memory is None:
             return
@@ -367,8 +367,8 @@ class _Block:
     """A block in flight, with its own memory, and perhaps the caller's memory from which it is copied.
 
     Attributes:
-        start: its place in the file.
-        nbytes: its length.
+        start: the place of the block in the file.
+        nbytes: the length of the block.
         copied: set when the caller's memory is no longer needed.
     """
 
@@ -381,7 +381,7 @@ class _Block:
         self._source = [] if source is None else [source]
 
     def claim(self) -> Any:
-        """Its memory, for the first caller; None for all others."""
+        """The memory of the block for the first caller; None for all others."""
         try:
             return self._memory.pop()
         except IndexError:

@@ -42,13 +42,13 @@ class SingleProcess:
     def write(
         self, request: SaveRequest, agreed: Agreed, options: _core.SaveOptions, progress: Callable[[int, int], None]
     ) -> Mapping[str, Any]:
-        """Write it."""
+        """Write the checkpoint."""
         about = (agreed.tensors, agreed.structure, agreed.metadata)
         return _core.save(request.path, *about, options, agreed.fill, progress, request.owners())
 
 
 class FromSnapshot(SingleProcess):
-    """This process by itself, with a snapshot of the state and the agreement from before.
+    """This process by itself, with a snapshot of the state and an earlier agreement.
 
     Args:
         agreed: the earlier agreement.

@@ -71,7 +71,7 @@ class Tailor:
 
     @property
     def excluded(self) -> Callable[[str], bool] | None:
-        """Whether a name is left out: for :func:`.flatten.flatten`. None if nothing is."""
+        """A test for names that are left out, for :func:`.flatten.flatten`; None if nothing is."""
         selection = self._selection
         return None if selection is None else lambda name: not selection.takes(name)
 
@@ -97,7 +97,7 @@ class Tailor:
             dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
         for index, name in dtypes.items():
             self._cast(flat, index, name)
-        # Functions of the program, which must not be kept until a background save ends.
+        # They may refer to functions of the program, which must not be kept until a background save ends.
         self._selection = self._dtype = None
 
     def _note_unused(self, patterns: Patterns | None) -> None:

@@ -21,9 +21,9 @@ class TensorInfo:
     """Facts about a stored tensor that are known before it is read.
 
     Attributes:
-        name: its name in the checkpoint.
-        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation if torch lacks it (``>f8``).
-        shape: its sizes.
+        name: the name of the tensor in the checkpoint.
+        dtype: the dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation if torch lacks it (``>f8``).
+        shape: the sizes of the tensor.
         bytes: bytes of its data.
         shard: the file that holds it.
         kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
@@ -65,7 +65,7 @@ def device_of(token: list[Any]) -> str:
 
 
 def are_equal(reader: Reader, stored: Sequence[StoredTensor], left: int, right: int) -> bool:
-    """Whether two stored tensors are equal, as tied tensors are that were stored separately."""
+    """Whether two stored tensors are equal, like tied tensors that were stored separately."""
     one, other = stored[left], stored[right]
     logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
     return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(

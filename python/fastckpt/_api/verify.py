@@ -1,4 +1,4 @@
-"""Verifying: every byte against its checksum."""
+"""Verification of every byte against its checksum."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ class Agreed:
         training_prefix: a prefix of names that are never the model's; empty for none.
         frozen: for each tensor, whether it will not change; empty if that is unknown.
         files: further files for the directory.
-        tensors: in the core's form.
+        tensors: the tensors, in the core's form.
         structure: the structure of the state, JSON.
         metadata: the structure of the metadata, JSON.
         fill: copies the bytes of tensors without an address; None if all have one. It must not refer to the object that
             holds the core: the garbage collector could not see that cycle.
         devices: the devices of these tensors.
-        pulled: the number of these bytes.
+        pulled: the number of bytes that ``fill`` copies.
     """
 
     prefix: str
@@ -63,7 +63,7 @@ class Group(Protocol[_A]):
     def write(
         self, request: SaveRequest, agreed: _A, options: _core.SaveOptions, progress: Callable[[int, int], None], /
     ) -> Mapping[str, Any]:
-        """Write it durably under its final name, and return the core's report."""
+        """Write the checkpoint durably under its final name, and return the core's report."""
 
 
 def write(

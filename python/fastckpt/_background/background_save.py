@@ -43,7 +43,7 @@ class BackgroundSave:
     Attributes:
         pending: the handle.
         group: the processes that save.
-        snapshot: as given.
+        snapshot: the snapshot that was passed.
         staging: makes the copy.
         claim: taken by the thread or the call that finishes or abandons the save.
         inline: whether the call finishes it.
@@ -67,7 +67,7 @@ class BackgroundSave:
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
-        #: Saves that are writing the base. Only earlier ones: two saves that wait for each other would deadlock.
+        #: Only the earlier saves that are writing the base: two saves that wait for each other would deadlock.
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
@@ -110,12 +110,12 @@ class BackgroundSave:
         if in_flight.is_exiting():
             return False
         try:
-            # Not a daemon: the interpreter waits for it at exit, while everything still works.
+            # The thread is not a daemon: the interpreter waits for it at exit, while everything still works.
             threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
-            logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
+            logger.warning("%s: no thread for the save, so the caller finishes it: %s", self.pending.path, error)
             return False
-        # The thread sets this itself when it runs, but the next save or drain must know now.
+        # The thread sets this itself when it runs, but the next save or drain needs it now.
         self.pending.started = True
         return True
 
@@ -124,8 +124,8 @@ class BackgroundSave:
         if not self.claim.take():
             return
         pending = self.pending
-        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for a thread that it
-        # blocks; nor may it wait for the interrupted call if that finishes the save itself.
+        # This is not set earlier: a signal handler can interrupt the start of a thread, and must not wait for a thread
+        # that it blocks; nor may it wait for the interrupted call if that finishes the save itself.
         pending.started = not self.inline
         try:
             pending._finish(self._save())
@@ -209,6 +209,6 @@ class BackgroundSave:
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
         if self.snapshot.is_left:
-            # Its memory is given back when nothing refers to it.
+            # The memory of the snapshot is given back when nothing refers to the snapshot.
             self.pending._snapshot = None
         self.staging.close()

@@ -54,7 +54,7 @@ class Devices:
         return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
 
     def pin(self) -> None:
-        """Pin the memory in the background. Copies wait for the parts that they need. None may be in progress."""
+        """Pin the memory in the background. Copies wait for the parts that they need. No copy may be in progress."""
         if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
@@ -62,7 +62,7 @@ class Devices:
     def is_pinned(self) -> bool:
         """Whether requested copies proceed without the host.
 
-        For other memory, the host may have to wait for each copy: CUDA fills that before it returns, and devices
+        For other memory, the host may have to wait for each copy: CUDA fills such memory before it returns, and devices
         without pinning give no guarantee.
         """
         memory = self.memory
@@ -102,15 +102,15 @@ class Devices:
     def settle(self) -> bool:
         """Wait until nothing writes to the memory; returns whether all copies succeeded.
 
-        It waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is chained
-        to an error that the caller gets anyway.
+        This waits only after a save has failed. So any other exception meanwhile, even from a signal handler, is
+        chained to the error that the caller gets.
         """
         while self._left:
             try:
                 self._left[-1][0].wait()
-            except BaseException:  # noqa: BLE001 - they have ended all the same
+            except BaseException:  # noqa: BLE001 - the copies have ended in any case
                 self._is_sound = False
-            # Not earlier: before, it is known which copies are in progress.
+            # Remove it only now: the list must name the copies in progress.
             self._left.pop()
         if self._lost:
             self._lost = False

@@ -19,11 +19,11 @@ class Gate:
         self.seconds = 0.0
 
     def is_open(self) -> bool:
-        """Whether it is open."""
+        """Whether the gate is open."""
         return self._event.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is open, or the time is up; returns whether it is open."""
+        """Wait until the gate is open, or the time is up; return whether it is open."""
         if self._event.is_set():
             return True
         token = object()

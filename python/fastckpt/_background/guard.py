@@ -1,4 +1,4 @@
-"""Makes code that changes tensors wait until they are copied, or copies them first."""
+"""Makes code that changes tensors wait until these are copied, or copies them first."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _unhook: Callable[[], None] | None = None
 def hold_steps() -> None:
     """From the first call on, every step of every optimizer waits for the copies of lazy saves.
 
-    The hook stays: Dynamo recompiles steps when it is added or removed. It takes about a microsecond in a step with
-    nothing to wait for. It holds all optimizers: the step of one whose parameters are not saved may be the last before
-    a saved value changes, such as an average of weights.
+    The hook stays: Dynamo recompiles steps when it is added or removed. The hook takes about a microsecond in a step
+    with nothing to wait for. It holds all optimizers: the step of one whose parameters are not saved may be the last
+    before a saved value changes, such as an average of weights.
     """
     global _unhook  # noqa: PLW0603 - one hook for a process
     if _unhook is None:
@@ -55,7 +55,7 @@ def wait_for_copies() -> None:
 
 
 def _lazy() -> list[PendingSave]:
-    """The saves in flight that may hold this thread."""
+    """The saves in flight for which this thread may wait."""
     return [
         save
         for save in in_flight.saves()
@@ -87,12 +87,12 @@ class Guard:
 def guard(module: Any) -> Guard:
     """Make ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before it returns.
 
-    It is for modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else
-    needs a guard: every optimizer step waits for the copy anyway, and tensors under 64 KiB (BatchNorm's statistics) are
-    copied at the call. Code that changes larger tensors in other ways must first call ``wait_staged()`` of the save.
+    A guard is for modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else
+    needs a guard: every optimizer step waits for the copy, and tensors under 64 KiB (BatchNorm's statistics) are copied
+    at the call. Code that changes larger tensors in other ways must first call ``wait_staged()`` of the save.
 
-    It is not a hook, which code compiled earlier by ``torch.compile`` would not call. It lasts until the module is gone
-    or the guard is removed. This call waits for saves whose copy is still running.
+    A guard is not a hook, which code compiled earlier by ``torch.compile`` would not call. It lasts until the module is
+    gone or the guard is removed. This call waits for saves whose copy is still running.
 
     Args:
         module: a ``torch.nn.Module``.
@@ -101,7 +101,7 @@ def guard(module: Any) -> Guard:
         The guard of the module: ``remove()`` removes it; as a context manager it removes itself.
 
     Raises:
-        TypeError: it is not a module.
+        TypeError: ``module`` is not a module.
 
     Example:
         >>> import fastckpt, torch
@@ -118,7 +118,7 @@ def guard(module: Any) -> Guard:
         raise TypeError(
             f"guard: {kind} is an optimizer, or wraps one, and needs no guard: its step waits for the copy by itself"
             if callable(getattr(module, "step", None))
-            else f"guard: not a module: {kind}; call wait_staged() of the pending save before you change tensors"
+            else f"guard: {kind} is not a module; call wait_staged() of the pending save before you change tensors"
         )
     known = _guards.get(module)
     if known is None:
@@ -130,5 +130,5 @@ def guard(module: Any) -> Guard:
 
 def guarded() -> list[Any]:
     """The current buffers of all guarded modules."""
-    # For a DTensor, this rank's part.
+    # Only this rank's part of a DTensor is copied.
     return [getattr(buffer, "_local_tensor", buffer) for module in tuple(_guards) for buffer in module.buffers()]

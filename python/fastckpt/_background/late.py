@@ -25,7 +25,7 @@ class Late:
 
     def __init__(self, versions: list[tuple[str, Any, int]]) -> None:
         self._versions = versions
-        #: Only the first result counts.
+        #: The results of comparisons, of which only the first counts.
         self._verdicts: list[list[str]] = []
         #: Copies requested from streams; the list is complete before the first step.
         self.copies: list[Copies] = []

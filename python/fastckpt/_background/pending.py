@@ -67,7 +67,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._staged = Gate()
         #: Opens when a step may continue, provided that its streams wait for the copies in progress on devices.
         self._may_step = Gate()
-        #: Those copies, in a lazy save.
+        #: The copies in progress on devices, in a lazy save.
         self._late: Late | None = None
         self.process = os.getpid()
         self._began = began
@@ -81,7 +81,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
-        # The caller's context: the log line and the span of the save belong to it.
+        # The log line and the span of the save belong to the caller's context.
         self._context = copy_context()
 
     def __repr__(self) -> str:
@@ -124,17 +124,17 @@ class PendingSave(in_flight.SaveInFlight):
         """
         error = self.exception(timeout)
         if error is None:
-            assert self._report is not None  # noqa: S101 - one of the two is there
+            assert self._report is not None  # noqa: S101 - a save without an error has a report
             return self._report
         try:
             raise error
         finally:
-            # The traceback of the error has this frame and those of its callers. The handle in it, which has the error,
-            # would make a cycle, and all would live until Python collects cycles.
+            # The traceback of the error has this frame and the frames of its callers. The handle in it, which has the
+            # error, would make a cycle, and all would live until Python collects cycles.
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until it has ended and return why it failed, or None.
+        """Wait until the save has ended, and return why it failed, or None.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -157,11 +157,11 @@ class PendingSave(in_flight.SaveInFlight):
         return self._error
 
     def done(self) -> bool:
-        """Whether it has ended: durable, failed or cancelled."""
+        """Whether the save has ended: it is durable, has failed or was cancelled."""
         return self.finished.is_set()
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled before it was durable."""
+        """Whether the save was cancelled before it was durable."""
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> SaveProgress:
@@ -173,7 +173,7 @@ class PendingSave(in_flight.SaveInFlight):
         """Stop the save and wait until nothing of it is left; the old checkpoint stays.
 
         Returns:
-            Whether the save was stopped; False if it is already durable, or has failed. A second call returns the same.
+            Whether the save was stopped; False if it is durable, or has failed. A second call returns the same.
         """
         if not self.finished.is_set():
             self._same_process()
@@ -184,7 +184,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call a function when the save ends, in the thread that writes; at once if it has ended already.
+        """Call a function when the save ends, in the thread that writes; at once if it has ended.
 
         Args:
             function: called with this handle. Exceptions that it raises are logged.
@@ -277,7 +277,7 @@ class PendingSave(in_flight.SaveInFlight):
         ended = self._ended(error)
         in_flight.leave(self)
         self.finished.set()
-        # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
+        # Log only now: a signal handler that waits for this save may have interrupted a thread with the log's lock.
         try:
             self._context.run(self._log)
             if self._report is not None:
@@ -286,7 +286,7 @@ class PendingSave(in_flight.SaveInFlight):
             try:
                 self._call_back()
             finally:
-                # Last, because it may block: a manager's callback updates the latest checkpoint.
+                # Export last, because it may block: before it, a manager's callback updates the latest checkpoint.
                 self._context.run(put, ended)
 
     def _log(self) -> None:
@@ -296,7 +296,7 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            # As text: a log handler that keeps records would keep the error, and with it the frames of its callers.
+            # Log the error as text: a handler that keeps records would keep the error, and with it its callers' frames.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _give(self, report: SaveReport) -> None:
@@ -312,7 +312,7 @@ class PendingSave(in_flight.SaveInFlight):
         return None if self._report is None else well(self._report)
 
     def _abandon(self, error: BaseException) -> None:
-        """The call itself failed: only threads that already wait have this handle."""
+        """Record that the call itself failed: only threads that wait have this handle."""
         in_flight.leave(self)
         self._late = None
         self._set_staged()

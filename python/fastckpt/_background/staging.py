@@ -45,7 +45,7 @@ class Staging:
     Args:
         pending: the handle.
         request: the save.
-        snapshot: has a place for each of its tensors.
+        snapshot: the snapshot, which has a place for each of its tensors.
 
     Attributes:
         devices: the devices to copy from.
@@ -76,7 +76,7 @@ class Staging:
         """Get memory, and copy the tensors that must be copied at the call."""
         self._snapshot.attach(self.devices.take(self._snapshot.nbytes).core)
         if self.is_lazy:
-            # First: a guard that is made meanwhile waits for this save.
+            # This comes first: a guard that is made meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
         with self._timed():
@@ -139,7 +139,7 @@ class Staging:
         is_pinned = self.devices.is_pinned
         if is_pinned:
             self.devices.ask(ranges)
-        # While devices copy, or while the memory is being pinned for them.
+        # The host copies while devices copy, or while memory is being pinned for them.
         self.stage(self._rest, last=not ranges)
         if not is_pinned:
             self.devices.ask(ranges)
@@ -154,17 +154,17 @@ class Staging:
         asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
-        # Code other than a step may change these without notice. So the caller's streams wait now; the streams of
-        # steps, which may be others, wait as for all copies.
+        # Code other than a step may change these tensors without notice. So the caller's streams wait now; the streams
+        # of steps, which may be others, wait for these copies as for all others.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # Not earlier: the tensors above are copied to memory that is pinned or not, and the call waits for no pinning.
+        # Pin only now: the tensors above are copied to memory that is pinned or not, and the call waits for no pinning.
         if must_pin:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
         if self._unasked and self.devices.is_pinned:
-            # From here on copies need no host thread, and not the GIL, which forward may hold.
+            # From here on, copies need no host thread, nor the GIL, which forward may hold.
             asked.copies += self.devices.ask(self._unasked)
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
@@ -188,7 +188,7 @@ class Staging:
     def _copy_late(self) -> list[str]:
         """Copy the rest of a lazy save; returns the names of tensors that were changed meanwhile."""
         late = self._pending._late
-        assert late is not None  # noqa: S101 - where the call did not copy everything
+        assert late is not None  # noqa: S101 - the call of a lazy save has set it
         devices = bool(self.devices.sources.devices)
         self.stage(self._rest, last=not devices)
         if self._unasked:
@@ -232,7 +232,7 @@ class Staging:
             self.stage(bytes(len(self._rest)), last=True)
 
     def _set_staged(self) -> None:
-        """All has been copied."""
+        """Record that everything has been copied."""
         if self._request.counters is not None:
             self._request.counters.plan()
         self._pending._set_staged()
@@ -242,7 +242,7 @@ class Staging:
             return
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"save_async: {self._pending.path}: changed in place while IO(lazy=True) was copying: "
+            f"save_async: {self._pending.path}: tensors changed in place while IO(lazy=True) was copying: "
             f"{', '.join(names[:_NAMED])}{more}. Nothing was written. Call wait_staged() of the pending save before "
             "you change tensors otherwise than by an optimizer's step, or save with IO(lazy=False)"
         )

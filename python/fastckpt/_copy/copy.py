@@ -31,11 +31,11 @@ class Copied(NamedTuple):
 
     Attributes:
         bytes: bytes that this process moved.
-        reused_bytes: bytes that were there already.
+        reused_bytes: bytes that were already at the target.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
         warnings: further warnings for the caller, in words.
-        was_there: whether the target held the checkpoint already, and nothing was done.
+        was_there: whether the target already held the checkpoint and nothing was copied.
     """
 
     bytes: int
@@ -58,10 +58,10 @@ def copy_checkpoint(
     share: tuple[int, int] = (0, 1),
     step: int | None = None,
 ) -> Copied:
-    """Copy a checkpoint; durable and visible as a whole when it returns.
+    """Copy a checkpoint. The copy is durable and visible as a whole when this returns.
 
     Files that an interrupted copy sent are not sent again. A place is an absolute path or a URL, as
-    :func:`fastckpt._stores.urls.place_of` gives it.
+    :func:`fastckpt._stores.urls.place_of` returns it.
 
     Args:
         sources: places of the checkpoint, the nearest first. Each file comes from the first source that has it whole.

@@ -56,7 +56,7 @@ class ToDirectory:
             for about, item in zip(lengths, plan.items, strict=True)
         ):
             return False
-        # The copy that named it may have been killed, or may have failed, before it synced that name.
+        # The copy that named the checkpoint may have been killed, or may have failed, before it synced that name.
         sync(Path(self._target).parent)
         return True
 
@@ -69,13 +69,13 @@ class ToDirectory:
         try:
             gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
         except FileExistsError as error:
-            # The core's message speaks of a save.
+            # The core's message names a save.
             why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
             raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close
         try:
             if not plan.heals(self._target) and self.has(plan):
-                # Another process published it a moment ago.
+                # Another process published the checkpoint a moment ago.
                 leave = gathering.give_up
                 return plan.nbytes, []
             reused = self._bring_share(plan, gathering, pace, share)
@@ -83,7 +83,7 @@ class ToDirectory:
                 return reused, []
             warnings = gathering.publish([(item.name, item.nbytes) for item in plan.items])
             leave = gathering.give_up
-            return reused, warnings  # noqa: TRY300 - the clean-up is told above
+            return reused, warnings  # noqa: TRY300 - `leave` selects the clean-up
         except BaseException as error:
             if not share[0] and _is_of_no_use(error):
                 leave = gathering.give_up
@@ -135,7 +135,7 @@ class _Copied:
 
     def put(self, start: int, data: Bytes) -> int:
         """See :class:`Sink`."""
-        assert self._file is not None  # noqa: S101 - nothing comes behind the end
+        assert self._file is not None  # noqa: S101 - no block comes after the end
         return self._gathering.write(self._file, start, data.ctypes.data, len(data))
 
     def end(self, opened: Opened) -> None:
@@ -174,7 +174,7 @@ class _Linked(_Copied):
         try:
             self._gathering.link(self._source.place, self._name, opened.identity)
         except OSError:
-            # It has too many links or another owner, or the file system has no hard links.
+            # The file has too many links or another owner, or the file system has no hard links.
             self._copy(opened)
         else:
             self._linked.append(self._item.nbytes)

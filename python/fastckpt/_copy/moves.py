@@ -31,7 +31,7 @@ _HUGE = 2 << 20
 
 
 def memory_of(nbytes: int) -> Bytes:
-    """New memory that begins at a page, a huge page if it is large enough: a device needs few segments for those."""
+    """New memory that begins at a page, or, if large, at a huge page: a device needs few segments for huge pages."""
     if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
     # Python's default is shared memory, which has no huge pages.
@@ -47,7 +47,7 @@ class UnreadableError(Exception):
     """A file is damaged, missing or unreadable.
 
     Attributes:
-        error: why.
+        error: the reason.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -107,7 +107,7 @@ class _File:
                 readable(self.summed.compare)
             sink.end(opened)
             opened.close()
-        except BaseException as error:  # noqa: BLE001 - it belongs to the file
+        except BaseException as error:  # noqa: BLE001 - the error is the file's
             with self._lock:
                 self.error = self.error or error
 
@@ -188,7 +188,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
 def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
     """The files that could not be read. Other errors are raised."""
     wrong = [file.error for file in files if file.error is not None and not isinstance(file.error, UnreadableError)]
-    # Threads that another thread stopped report only that.
+    # Threads that another thread stopped report only the stop: their errors come last.
     for error in sorted(wrong, key=lambda error: isinstance(error, CancelledError)):
         raise error
     found = {}
@@ -203,7 +203,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
     """The blocks of a file in order, read ahead by threads. Each is valid until the next one is requested.
 
     Raises:
-        UnreadableError: it is damaged; raised before the last block is returned.
+        UnreadableError: the file is damaged; raised before the last block is returned.
         CancelledError: the copy was cancelled.
     """
     summed = Summed(source.path_of(item.name), item, pace.block)

@@ -153,7 +153,7 @@ class ToObjects:
         return [*leftovers(self._objects, sizes, plan.manifest), *bare]
 
     def _clear(self, names: Sequence[str]) -> None:
-        """Remove these objects. The copy is whole, whether they go now or later."""
+        """Remove these objects. The copy is whole, whether they are removed now or later."""
         try:
             self._objects.remove(names)
         except OSError as error:

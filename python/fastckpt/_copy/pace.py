@@ -27,7 +27,7 @@ _PAGE = 4096
 #: Under a limit, the most seconds for one block, which bounds the length of bursts.
 _BURST = 0.1
 _LEAST = 64 << 10
-#: The most seconds lost to a slow disk that are made up for.
+#: The most seconds lost to a slow disk that a copy makes up for.
 _SLACK = 0.1
 #: Seconds between two checks whether to stop.
 INTERVAL = 0.1
@@ -102,14 +102,14 @@ class Pace:
             if self._tick is not None:
                 self._tick(self.done, self.total)
             if self._stop is not None and self._stop():
-                raise CancelledError  # noqa: TRY301 - as for what `tick` raises
+                raise CancelledError  # noqa: TRY301 - handled like errors of `tick`
         except BaseException:
             self.halt()
             raise
 
     @contextmanager
     def shown(self, kind: str, target: str, step: int | None, *, whole: bool) -> Iterator[None]:
-        """A context in which the live counters show the copy; ``whole``: it publishes the checkpoint."""
+        """A context in which the live counters show the copy; ``whole`` if it publishes the checkpoint."""
         self._counters = counters = _core.begin_copy(kind, target, step)
         try:
             yield

@@ -19,7 +19,7 @@ class Plan:
     a damaged manifest may still have whole files: each is compared with its checksum.
 
     Args:
-        sources: its places, the nearest first.
+        sources: the places of the checkpoint, the nearest first.
 
     Attributes:
         manifest: the bytes of the manifest.
@@ -27,8 +27,8 @@ class Plan:
         nbytes: bytes of all files.
 
     Raises:
-        CorruptCheckpointError: no source has an undamaged manifest. FileNotFoundError, another OSError or another
-            CheckpointError, too: the error of the first source.
+        CorruptCheckpointError, FileNotFoundError, another OSError or another CheckpointError: no source has an
+            undamaged manifest; this is the error of the first source.
         ValueError: the contents of a source cannot be copied.
     """
 
@@ -39,7 +39,7 @@ class Plan:
         for source in sources:
             try:
                 here = source.manifest()
-            except CorruptCheckpointError as error:  # noqa: PERF203 - a loop of one or two turns
+            except CorruptCheckpointError as error:  # noqa: PERF203 - the loop has one or two turns
                 self._lost.append(error)
                 self._sources.append(source)
             except (CheckpointError, OSError) as error:
@@ -61,7 +61,7 @@ class Plan:
         self.nbytes = len(self.manifest) + sum(item.nbytes for item in self.items)
 
     def heals(self, target: str) -> bool:
-        """Whether the target is one of the sources: its damaged files are replaced."""
+        """Whether the target is one of the sources, so that its damaged files are replaced."""
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:
@@ -81,7 +81,7 @@ class Plan:
 
         Args:
             items: the files.
-            step: copies files from a source, and returns those that it could not read, and why.
+            step: copies files from a source, and returns the errors of files that it could not read, by name.
 
         Raises:
             CorruptCheckpointError: a file is damaged or missing everywhere.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: If no file arrives for this long, the first process copies the missing files: seconds, and a multiple of the time for
 #: its own files.
 PATIENCE, TIMES = 10.0, 4
-#: Bytes per second to assume if it has copied nothing itself.
+#: Bytes per second to assume if the first process has copied nothing itself.
 RATE = 50e6
 
 

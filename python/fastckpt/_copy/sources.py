@@ -39,9 +39,9 @@ class Item(NamedTuple):
     """A file of a checkpoint.
 
     Attributes:
-        name: its name.
-        nbytes: its length.
-        crc: its CRC-64/NVME as 16 digits; None if unknown.
+        name: the name of the file.
+        nbytes: the length of the file.
+        crc: the CRC-64/NVME of the file as 16 digits; None if unknown.
         is_shard: whether the manifest names it.
     """
 
@@ -60,7 +60,7 @@ class Opened(Protocol):
     def read_into(self, start: int, memory: Bytes) -> None:
         """Fill ``memory`` from byte ``start`` on; threads may call this concurrently.
 
-        CorruptCheckpointError if the file ends before.
+        CorruptCheckpointError if the file ends earlier.
         """
 
     def close(self) -> None: ...
@@ -78,10 +78,10 @@ class Source(Protocol):
         """The files beside the manifest and the shards that belong to the checkpoint with this manifest."""
 
     def path_of(self, name: str) -> str:
-        """The path or the URL of a file of it, for messages."""
+        """The path or the URL of a file of the checkpoint, for messages."""
 
     def open(self, item: Item) -> Opened:
-        """Open a file, which must have its length."""
+        """Open a file, and check its length."""
 
 
 def source_at(operation: str, place: str) -> Source:

@@ -25,7 +25,7 @@ class Box:
     """A box of a tensor, given as in :class:`ReadRequest`; ``nbytes`` of an empty box is 0.
 
     Raises:
-        ValueError: it is not a box of the tensor.
+        ValueError: the request is not for a box of the tensor.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Box:
         return ValueError(f"a box of tensor `{self._name}`: {why}")
 
     def _in_bytes(self, nbytes: int, shape: Sequence[int], box: Sequence[tuple[int, int, int]]) -> None:
-        """Count in elements of whole bytes: of a tensor whose elements share bytes, in bytes of its last dimension."""
+        """Count in units of whole bytes: in elements, or, if elements share bytes, in bytes of the last dimension."""
         bits, rest = divmod(nbytes * 8, prod(shape))
         if rest:
             raise self._wrong(f"the tensor's shape does not fit its {nbytes} bytes")

@@ -26,14 +26,14 @@ def failed(operation: str, path: str, error: OSError) -> OSError:
 
 
 def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
-    """Open a file of a checkpoint for reading; its length, too.
+    """Open a file of a checkpoint for reading; return the file and its length.
 
     Args:
         directory: the checkpoint.
         name: the file's name, or the name of a directory, a slash, and the file's name in it.
 
     Raises:
-        CorruptCheckpointError: it is missing, a symbolic link or reached by one, or not a regular file.
+        CorruptCheckpointError: the file is missing, a symbolic link or reached by one, or not a regular file.
         OSError: it cannot be opened.
     """
     path = str(Path(directory, name))
@@ -91,11 +91,11 @@ class File(Protocol):
         """Fill ``to``, an array of bytes, from ``offset`` on; returns the number of bytes read.
 
         Raises:
-            OSError: it cannot be read; the message names the file.
+            OSError: the file cannot be read; the message names it.
         """
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
 
 
 class Files(Protocol):
@@ -108,7 +108,7 @@ class Files(Protocol):
             copied.
         why: why all reads are buffered.
         fallback: the reason if another engine than ``buffered`` is requested.
-        gone: the class of errors about a file, and not about the way to it.
+        gone: the class of errors that concern a file itself, not the access to it.
     """
 
     path: str
@@ -128,7 +128,7 @@ class Files(Protocol):
         """The bytes of the manifest, or the first ``most`` of them."""
 
     def open(self, name: str) -> tuple[File, int]:
-        """Open a file; its length, too.
+        """Open a file; return the file and its length.
 
         Raises:
             CorruptCheckpointError: it is missing, or not a regular file.

@@ -73,7 +73,7 @@ def is_ours(name: str) -> bool:
 
 
 def strangers(names: Collection[str], files: Collection[str], shards: Collection[str] | None) -> list[str]:
-    """The names in a checkpoint that do not belong to it.
+    """The names in a checkpoint's directory that do not belong to the checkpoint.
 
     Args:
         names: all relative names.
@@ -83,7 +83,7 @@ def strangers(names: Collection[str], files: Collection[str], shards: Collection
     own = {*BESIDE_SHARDS, *shards} if shards is not None else {name for name in names if is_ours(name)}
     found = {name for name in names if name not in own and name not in files}
     torchs = writer_of(TORCH_METADATA)
-    # In a directory written by torch's own writer, the file that lists its files is torch's.
+    # In a directory that torch's own writer has written, the file that lists its files is torch's, not fastckpt's.
     if TORCH_METADATA in names and any(writer_of(name) == torchs for name in found):
         found.add(TORCH_METADATA)
     return sorted(found)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIRST_LINE = re.compile(rb'\{"fastckpt":([0-9]+)(?:(,"crc64nvme":")([0-9a-f]{16})",\n)?')
 #: The beginning of the body; the number may be malformed.
 _MIN_READER = re.compile(rb'"min_reader":([0-9]*)')
-#: The beginning before that version.
+#: The beginning of the body before format version 1.
 _EARLIER = b'"writer":'
 #: Longest name of a file, and the smallest header of a shard with its length field.
 _LONGEST_NAME, _SMALLEST_HEADER = 255, 10

@@ -37,7 +37,7 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _Array]]:
-    """The brackets, commas and colons of JSON outside strings; ``depth`` brackets are open before it.
+    """The brackets, commas and colons of JSON outside strings; ``depth`` brackets are open before the text.
 
     Yields:
         For a piece of the text: their positions, the characters, and the number of open brackets after each.
@@ -151,7 +151,7 @@ def parse(text: str) -> Any:
     """Parse JSON: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(text, parse_int=_int, parse_constant=_constant, object_pairs_hook=_object)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Reads below this size take one thread.
 _SMALL = 2 << 20
-#: The most bytes in flight that are copied afterwards.
+#: The most bytes in flight that are read into temporary memory.
 _IN_FLIGHT = 256 << 20
 #: Bytes per read of a header, and of the manifest's beginning, which has the checksum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
@@ -42,7 +42,7 @@ _TICK = 0.1
 
 
 class _Piece(NamedTuple):
-    """Bytes of a tensor in one block; all of them for verification.
+    """Requested bytes of a tensor in one block; for verification, the whole extent.
 
     ``start`` counts in the tensor, ``offset`` in the file.
     """
@@ -184,7 +184,7 @@ class Reader:
         staging: object = None,
         most_staging: int | None = None,
     ) -> dict[str, Any]:
-        """Read tensors and boxes of them. It needs no ``staging`` memory."""
+        """Read tensors and boxes of them. This needs no ``staging`` memory."""
         del staging, most_staging
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
@@ -205,7 +205,7 @@ class Reader:
             if tensor.nbytes and tensor.shard not in mappings.shards:
                 shard = self._manifest.shards[tensor.shard]
                 with self._settled():
-                    self.open_shard(tensor.shard).close()  # it has its length
+                    self.open_shard(tensor.shard).close()  # checks the length
                     mappings.shards[tensor.shard] = self._files.map(shard.file, shard.nbytes)
         return mappings
 
@@ -227,7 +227,7 @@ class Reader:
     def verify(
         self, *, io: str, threads: int | None, tick: Tick | None, most_staging: int | None = None
     ) -> dict[str, Any]:
-        """Compare every byte with its checksum; report all damage. It needs no staging memory."""
+        """Compare every byte with its checksum; report all damage. This needs no staging memory."""
         del most_staging
         with self._settled():
             return self._verified(io, threads, tick)
@@ -278,11 +278,11 @@ class Reader:
 
     @property
     def files(self) -> Files:
-        """Its files."""
+        """The files of the checkpoint."""
         return self._files
 
     def open_shard(self, number: int, *, any_length: bool = False) -> File:
-        """Open a shard, which must have its length."""
+        """Open a shard, and check its length."""
         shard = self._manifest.shards[number]
         file, size = self._files.open(shard.file)
         if size != shard.nbytes and not any_length:
@@ -385,8 +385,8 @@ class _Job:
     Args:
         reader: the checkpoint.
         io: the requested engine.
-        threads: their number; None for the default.
-        mapped: the mapped shards, if any: then nothing is read.
+        threads: the number of threads; None for the default.
+        mapped: the mapped shards, if any; if so, nothing is read.
         damage: collects damage; without it the first is an error.
     """
 
@@ -572,7 +572,7 @@ class _Job:
             piece.target.deliver(piece.start, part)
 
     def _fill(self, file: File, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:
-        """Read into ``data``; returns the number of bytes read, and why not all."""
+        """Read into ``data``; return the number of bytes read, and the reason if that is not all."""
         try:
             return file.read_at(read.start, data), "the file is too short to hold it"
         except self._reader.files.gone as error:

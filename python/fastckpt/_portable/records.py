@@ -63,8 +63,8 @@ class ListedCheckpoint(NamedTuple):
     """A checkpoint in a directory.
 
     Attributes:
-        name: its name.
-        path: its path, to load it.
+        name: the name of the checkpoint.
+        path: the path of the checkpoint, to load it.
         created: seconds since 1970 when its save began; None if its manifest is damaged.
         bytes: bytes of the files that fastckpt wrote.
         aside: False: only the compiled core finds what a killed save moved aside.

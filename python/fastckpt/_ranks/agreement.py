@@ -15,9 +15,9 @@ offers and answers are bytes. Arrivals can be part of another value: ``combine_a
 ``decide`` and ``unite`` run on the coordinator; the structure, which only the coordinator needs, is not sent.
 
 The cost: a rank sends its own table once, compressed, if tables differ (about 10 bytes a tensor), and its spreads: a
-few of meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets one of each
-kind. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest) are sent up one by one,
-and its tensors as lists; equal lists are sent only once.
+few for meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets equal tables
+and equal spreads only once. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest)
+are sent up one by one, and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class JobState:
 
     Attributes:
         tensors: the job's tensors, those of ``per_rank`` at the end.
-        spreads: the spreads that their numbers refer to.
+        spreads: the spreads to which the tensors refer by number.
         held: the memories of this rank.
         prefix: the prefix of the model's tensor names.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
@@ -95,11 +95,11 @@ class JobState:
         self.structure: str | None = None
         self.metadata: str | None = None
         self.per_rank: str | None = None
-        #: By the index in ``held``: the number in ``sources``, and the part of that source.
+        #: For each memory in ``held``: the number of its source in ``sources``, and the part of that source.
         self._sources: list[tuple[int, slice]] = []
 
     def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int, within: slice = _ALL) -> None:
-        """Record a memory of this rank: without an address, the bytes ``within`` of that number in ``sources``."""
+        """Record a memory of this rank. Without an address, it is the slice ``within`` of source ``number``."""
         if nbytes:
             self.held.append(Holding(tensor, part, address, nbytes))
             self._sources.append((number, within))
@@ -138,7 +138,7 @@ class Agreement:
 
     Attributes:
         table: the main part of the table of this rank.
-        told: both parts of it, as ranks exchange them.
+        told: both parts of the table, as ranks exchange them.
     """
 
     def __init__(self, request: SaveRequest, rank: int, size: int, operation: str = "save") -> None:
@@ -148,7 +148,7 @@ class Agreement:
         self.operation = operation
         self.table = table_of(request.flat)
         self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
-        #: For the coordinator.
+        #: The structure, for the coordinator.
         self._structure: str | None = None
         self._extras: list[Any] = []
 
@@ -167,7 +167,7 @@ class Agreement:
         return verdict != [EQUAL, False]
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """The second message."""
+        """The second message of this rank."""
         what, has_extras = verdict
         own = self.request.per_rank
         if not has_extras or own is None:
@@ -196,10 +196,10 @@ class Agreement:
         return packed(*parts, *self._unite_extras(extras, blobs))
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
-        """For ranks with equal main tables: for each number of a spread, the list of the parts on ranks."""
+        """For ranks with equal main tables: the list of the parts on ranks, for each number of a spread."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
-        # Ranks may have left out tensors of others: their spreads are numbered after the common ones, or between them.
+        # Ranks may leave out tensors that others have, whose spreads have numbers after or between the common ones.
         used = {kind.spread for kind in variant.table.kinds} | {0}
         lists = [made.add(holders_of(variant, number if number in used else 0)) for number in range(1 + max(used))]
         differences = Differences(self.operation)
@@ -225,7 +225,7 @@ class Agreement:
             (tensor.dtype, tensor.shape, tensor.logical, which)
             for tensor, which in zip(tensors, united.lists, strict=True)
         )
-        # A rank finds its tensors by name, except these.
+        # A rank finds its tensors in the union by name, except those in `others`.
         number_of = {tensor.name: number for number, tensor in enumerate(tensors)}
         others = {
             main: [

@@ -10,22 +10,22 @@ if TYPE_CHECKING:
     from .peers import Operation
 
 #: A rank that waits for the bytes of others has not failed itself, and signals that it is alive. After this many
-#: timeouts without a message it is silent, because all ranks might be waiting for each other.
+#: timeouts without a message it becomes silent, because all ranks might be waiting for each other.
 _PATIENCE = 4
 #: The most bytes that a rank accepts before it writes them, under a bandwidth limit.
 _HELD_BACK = 256 << 20
 
 
 class Attention:
-    """Called often, from the thread that waits.
+    """Signals that a rank is alive and checks the operation, whenever the waiting thread calls it.
 
     Args:
         operation: the operation.
-        timeout: its timeout, in seconds.
+        timeout: the timeout of the operation, in seconds.
         bandwidth: this rank's limit in bytes per second; None for no limit.
 
     Attributes:
-        exchange: the messages, once they are sent.
+        exchange: the exchange of messages, once it has begun.
         limit: seconds after which a single message fails, regardless of the other ranks.
     """
 
@@ -39,7 +39,7 @@ class Attention:
         self._moved = time.monotonic()
 
     def __call__(self, done: int = 0, total: int = 0) -> None:
-        """``done`` counts the bytes that this rank has written or read, of ``total``.
+        """Signal and check. ``done`` counts the bytes that this rank has written or read, of ``total``.
 
         Raises:
             RanksError: the operation has failed at another rank.

@@ -26,7 +26,7 @@ class Boxed:
     """Demands as requests of ``_core.Reader.read``.
 
     Attributes:
-        requests: those.
+        requests: the requests.
         drain: receives the bytes of requests without an address; None if there are none.
     """
 
@@ -41,8 +41,8 @@ class Boxed:
         self.requests: list[_core.ReadRequest] = []
         self.drain: Drain | None = None
         self._drain = drain
-        # The numbers of demands, by the number of the request, and its offset in the memory of the demand; and the
-        # requests that must be read first, and are drained afterwards.
+        # By the number of a request: the number of its demand, and its offset in the memory of the demand. Then the
+        # demands whose bytes are read into temporary memory, and drained afterwards.
         self._numbers: dict[int, tuple[int, int]] = {}
         self._later: list[tuple[int, Any]] = []
         for number, demand in enumerate(demands):

@@ -23,8 +23,8 @@ class Called(NamedTuple):
     """One call of one rank.
 
     Attributes:
-        kind: the kind of call; empty if it ends whatever the others do.
-        path: its path.
+        kind: the kind of call; empty for a call that ends whatever the others do.
+        path: the path of the call.
         place: the identity of the path, by :func:`location_of`; None if unknown.
         marks: values that are equal on all ranks that have them, by name: the step.
     """
@@ -43,7 +43,7 @@ class Called(NamedTuple):
         return any(other.marks.get(name, mark) != mark for name, mark in self.marks.items())
 
     def is_like(self, calls: Iterable[Called]) -> bool:
-        """Whether nothing distinguishes this call from one of these."""
+        """Whether nothing distinguishes this call from one of ``calls``."""
         return any(not self.is_other(each) for each in calls)
 
     def leads_to(self, other: Called) -> bool:
@@ -61,7 +61,7 @@ class Called(NamedTuple):
 def location_of(path: str, host: str) -> list[Any]:
     """The identity of a path: the host, and for the nearest existing directories device, inode, and the remaining path.
 
-    Several, because the nearest may just have been made, or replaced.
+    It covers several directories, because the nearest one may just have been made or replaced.
     """
     levels: list[Any] = []
     at, rest = path, ""
@@ -79,7 +79,7 @@ def location_of(path: str, host: str) -> list[Any]:
 def marks_of(*given: Any) -> dict[str, str]:
     """The first plain values in nested mappings: they are equal on all ranks that have them, and often differ by call.
 
-    Those at the top come first, so that the counters of schedulers are among them. In lists, a position may have
+    Values at the top come first, so that the counters of schedulers are among them. In lists, a position may have
     different values on different ranks.
     """
     marks: dict[str, str] = {}
@@ -91,9 +91,9 @@ def marks_of(*given: Any) -> dict[str, str]:
         if isinstance(value, dict):
             if dict.__len__(value) <= _KEYS and len(known) < _MAPPINGS and id(value) not in known:
                 known.add(id(value))
-                # The methods of a subclass are the user's.
+                # The methods of a subclass are the user's code: dict's own are called.
                 todo += ((f"{name}.{key}", each) for key, each in dict.items(value) if type(key) is str)
-        # Exactly these types, for the same reason.
+        # The type must be exactly one of these: a subclass may run the user's code.
         elif (kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)) and len(name) <= _NAME:
             marks[name] = repr(value[:_LONGEST] if kind is str else value)
     return marks

@@ -21,7 +21,7 @@ _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 
 @contextlib.contextmanager
 def marked(marks: Mapping[str, str]) -> Iterator[None]:
-    """A context that marks its calls, among others to the same path, by values that are equal on all their ranks."""
+    """A context that marks its calls by values, equal on all ranks, that tell calls to the same path apart."""
     before = _MARKS.set(marks)
     try:
         yield
@@ -41,7 +41,7 @@ class Call:
     Attributes:
         operation: the common operation of the ranks. It takes its turn when it is entered, or before.
         path: the checkpoint's directory, absolute; for a load, it may be a URL in an object store.
-        timeout: as given.
+        timeout: the timeout, as passed.
     """
 
     def __init__(self, kind: str, session: Session, path: AnyPath, timeout: float) -> None:
@@ -58,7 +58,7 @@ class Call:
         self.operation.mark(_MARKS.get({}))
 
     def mark(self, step: int | None, state: Any) -> None:
-        """Mark this call, among others to the same path, by values that are equal on all ranks; ``state`` may be None.
+        """Mark this call by values, equal on all ranks, that tell calls to the same path apart; ``state`` may be None.
 
         Call it before the first round.
         """

@@ -61,7 +61,7 @@ class Demand(NamedTuple):
     """Memory to be filled with this rank's part of a tensor of the checkpoint.
 
     Attributes:
-        tensor: its number in the checkpoint.
+        tensor: the number of the tensor in the checkpoint.
         spread: the number of its spread among those of this rank; 0 if the rank has all of it.
         address: the address of the lowest byte; 0 if ``targets.drain`` receives the bytes.
         nbytes: the writable bytes there; 0 for an empty part.
@@ -96,7 +96,7 @@ class RankTargets(Targets):
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        # Even for no bytes: all ranks of a mesh must name the tensors that are spread over it.
+        # A demand is made even for no bytes: all ranks of a mesh must name the tensors that are spread over it.
         if room or whole is not None:
             if mover is not None:
                 self.push(len(self.demands), mover, room)
@@ -131,25 +131,25 @@ class Demands:
         for tensor, spread, *_ in self.targets.demands:
             wanted[tensor] = (*wanted.get(tensor, ()), spread)
         kinds: dict[tuple[int, ...], int] = {}
-        #: By the number of a tensor: the number of the list of spreads in which ranks want it.
+        #: For each wanted tensor, by its number: the number of the list of spreads in which ranks want it.
         self.wanted = {tensor: kinds.setdefault(wanted[tensor], len(kinds)) for tensor in sorted(wanted)}
         self.kinds = list(kinds)
         self.told = Told.of(rank, _encode(self.wanted, self.kinds), encode_spreads(spreads))
 
     @property
     def targets(self) -> RankTargets:
-        """The memory; ``drain`` as in a load of one process."""
+        """The memory to fill; its ``drain`` is that of a load of one process."""
         targets = self.prepared.targets
-        assert isinstance(targets, RankTargets)  # noqa: S101 - it was made so
+        assert isinstance(targets, RankTargets)  # noqa: S101 - `demands` made it so
         return targets
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """With ``strict`` unset, names that only ``into`` has."""
+        """The names that only ``into`` has, if ``strict`` is unset."""
         return self.prepared.missing
 
     def build(self) -> Any:
-        """After everything has been read, the state. See :meth:`.Prepared.build`."""
+        """Return the state after everything has been read. See :meth:`.Prepared.build`."""
         return self.prepared.build()
 
     def unwanted(self) -> str | None:
@@ -187,7 +187,7 @@ def demands(
 
 
 def bitmap(numbers: set[int], size: int) -> str | None:
-    """Numbers below ``size`` as text; None for none."""
+    """The bitmap of numbers below ``size``, as text; None if there are no numbers."""
     if not numbers:
         return None
     bits = np.zeros(size, np.bool_)
@@ -244,7 +244,7 @@ class Shared:
         self.wanted = wanted
         self.spreads = spreads
         self.requests: list[Request] = []
-        #: By the index in ``requests``: the number of the demand, and the offset of the request in its memory.
+        #: For each of ``requests``: the number of its demand, and the offset of the request in the demand's memory.
         self._numbers: list[tuple[int, int]] = []
         parts = Parts(spreads, demands.rank)
         position = {tensor: index for index, (tensor, _) in enumerate(wanted)}
@@ -252,7 +252,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # The number of equal demands before: a rank can want a tensor that is stored once several times.
+            # `seen` counts equal demands: a tensor that is stored once can be wanted several times.
             alike = (tensor, 0 if wish is None or wish.is_whole else spread if wish.boxes is None else -1)
             before = seen.get(alike, 0)
             pieces = pieces_of(wish, nbytes)
@@ -286,14 +286,14 @@ class Wanting:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """The first message: digests of the demands, whether all must be wanted, unwanted tensors here."""
+        """The first message: digests of the demands, whether the load is strict, and tensors unwanted here."""
         return [*self.local.told.digests, self.local.prepared.settings.strict, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict: which parts differ, and which tensors no rank wants.
 
         Raises:
-            StructureMismatchError: no rank wants some tensor, and a rank's load is strict.
+            StructureMismatchError: no rank wants one of the tensors, and a rank's load is strict.
         """
         main, cuts, strict, unwanted = combined
         local = self.local
@@ -317,7 +317,7 @@ class Wanting:
         return bool(verdict[0] != EQUAL)
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """The second message up."""
+        """The second message, to the coordinator."""
         return self.local.told.offer(verdict[0])
 
     def unite(self, combined: bytes) -> bytes:

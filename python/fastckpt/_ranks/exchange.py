@@ -41,12 +41,12 @@ _FOUND = 4.0
 class LostError(CheckpointError):
     """The exchange failed: the cause is at another rank, or in the network."""
 
-    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks is more specific.
+    #: :class:`fastckpt._ranks.peers.Operation` reads this: its verdict on all ranks is more specific.
     of_others = True
 
 
 def lost_by(name: str, error: LostError) -> dict[str, Any]:
-    """The message of the rank ``name`` in the last round instead of its outcome: its exchange failed."""
+    """The message that the rank ``name`` sends in the last round instead of an outcome, if its exchange failed."""
     return {"lost": f"{name}: {error}"}
 
 
@@ -62,13 +62,13 @@ def raise_lost(outcome: dict[str, Any]) -> None:
 
 
 class Lane(NamedTuple):
-    """One direction.
+    """One direction of an exchange.
 
     Attributes:
         what: the direction, for messages: ``to`` or ``from`` a rank.
-        messages: number, rank and bytes of each, in order.
-        begin: the number of a message; the address of its memory, once there is some.
-        done: the number of a message: it has been sent or has arrived.
+        messages: the number, rank and bytes of each message, in order.
+        begin: called with the number of a message; returns the address of its memory, once there is some.
+        done: called with the number of a message that has been sent or has arrived.
     """
 
     what: str
@@ -111,7 +111,7 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The agreed group; all ranks that create one arrive here at about the same time.
+        """The agreed group; all ranks that create a group arrive here at about the same time.
 
         Raises:
             RanksError: another rank has not arrived within ``timeout`` seconds, or the operation has failed there.
@@ -124,7 +124,7 @@ class Link:
                 self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
             except AbsentError as error:
                 if not error.ranks:
-                    # All have arrived. If a rank has stopped since, its silence shows which, at about this time.
+                    # All have arrived. If a rank has stopped since, its silence shows which one at about this time.
                     _attend_for(_FOUND, attend)
                 why = f"has not answered for {timeout:.1f} s (Ranks(timeout=))"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
@@ -183,7 +183,7 @@ class Exchange:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, or None: a :class:`LostError`, or the core's error."""
+        """Why the exchange failed, or None: a :class:`LostError`, or the core's error."""
         return self._error
 
     @property
@@ -387,7 +387,7 @@ def swapped(
     """Swap bytes with other ranks by :meth:`DataGroup.swap`, and call ``attend`` meanwhile.
 
     Raises:
-        LostError: it failed.
+        LostError: the exchange failed.
     """
 
     def run() -> dict[int, bytes]:
@@ -405,7 +405,7 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float
     Args:
         group: the ranks.
         content: on rank 0; None on the others.
-        nbytes: its length.
+        nbytes: the length of ``content``.
         limit: seconds after which it fails.
         attend: called while this rank waits.
 

@@ -65,9 +65,9 @@ class Opened(NamedTuple):
         apart: whether each rank reads its own part: through the page cache of their common host, or from an object
             store.
         group: the group for the bytes; None if no bytes are sent.
-        verify: whether a rank wants its bytes compared with their checksums: then each compares what it reads.
-        grain: bytes of a grain, and
-        team: the ranks of a team, if bytes are sent (``_core.Share.to_load``).
+        verify: whether any rank verifies checksums; if so, each rank compares what it reads.
+        grain: bytes of a grain, if bytes are sent (``_core.Share.to_load``).
+        team: the ranks of a team, if bytes are sent.
     """
 
     reader: _core.Reader
@@ -82,10 +82,10 @@ def load_on_ranks(path: AnyPath, into: Any, ranks: Any, settings: Callable[[], L
     """:func:`fastckpt.distributed.load`.
 
     Args:
-        path: as there.
-        into: as there.
-        ranks: as there.
-        settings: makes the settings. All ranks learn of errors in them.
+        path: see :func:`fastckpt.distributed.load`.
+        into: see :func:`fastckpt.distributed.load`.
+        ranks: see :func:`fastckpt.distributed.load`.
+        settings: a function that returns the settings. All ranks learn of its errors.
     """
     began = time.perf_counter()
     together = check_ranks("load", ranks)
@@ -140,8 +140,8 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: 
 
     Args:
         call: the call.
-        operation: its operation.
-        attention: the operation's.
+        operation: the operation of the call.
+        attention: the attention of the operation.
         io: how this rank's bytes move.
     """
     session = call.session
@@ -156,7 +156,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, io: 
         manifest = reader.manifest()
         # On one host there may be nothing else to send.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
-        # Always evaluated: an invalid variable must be an error in every load, or in none.
+        # This is always evaluated: an invalid variable must be an error in every load, or in none.
         teams = (0, 1) if is_url(call.path) else _core.aggregation(call.path, mmap.PAGESIZE)
         return [apart, name, verify, *teams, len(manifest) if name else manifest]
 
@@ -235,7 +235,7 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
 
     def decide(combined: dict[str, Any]) -> Any:
         raise_lost(combined)
-        assert agreement is not None  # noqa: S101 - a rank without one has lost
+        assert agreement is not None  # noqa: S101 - a rank without an agreement reports a lost exchange
         return agreement.decide(combined["wanted"])
 
     return operation.round("wanted", value, combine=combine, decide=decide)
@@ -249,7 +249,7 @@ class Reading(NamedTuple):
         targets: receives the bytes of requests without an address.
         io: how its bytes move.
         attention: watches other ranks meanwhile.
-        tick: called with bytes.
+        tick: called with bytes done and bytes in total.
     """
 
     reader: _core.Reader
@@ -348,7 +348,7 @@ def through_messages(
 
 
 def done(operation: Operation, reader: _core.Reader, share: _core.Share | None, outcome: dict[str, Any]) -> None:
-    """The round ``done``: do the blocks that several ranks have read in parts match their checksums?"""
+    """The round ``done``: check that blocks that several ranks have read in parts match their checksums."""
 
     def combine(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
         lost = first_lost(outcomes)

@@ -40,11 +40,11 @@ class Member:
     """One rank of a group.
 
     Args:
-        rank: its index in the group.
+        rank: the index of this rank in the group.
         size: ranks in the group.
         host: the name of its host.
         word: a random word that no other rank, and no earlier process, has.
-        serves: the rank whose process may have the server of the store; None if it is none of them.
+        serves: the rank whose process may run the server of the store; None if none of them does.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Member:
     session: str = ""
     #: The number of the next turn.
     turn: int = 0
-    #: Hosts of the ranks from which it has received a message.
+    #: Hosts of the ranks from which this rank has received a message.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.
     answered: dict[int, bytes] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class Member:
     owed: list[tuple[Owed, RankFailure]] = field(default_factory=list)
     #: The key that exists until all have left the last turn that this rank left before others did.
     parting: str = ""
-    #: The number of the last turn whose last answer it has.
+    #: The number of the last turn whose last answer this rank has.
     answered_turn: str = ""
-    #: The calls that it has abandoned since its last success.
+    #: The calls that this rank has abandoned since its last success.
     behind: list[Called] = field(default_factory=list)
-    #: Its last saves.
+    #: The last saves of this rank.
     saves: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
-    #: Those of its last saves that succeeded.
+    #: The last saves of this rank that succeeded.
     saved: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def has_met(self) -> bool:
-        """Whether it knows the ranks above and below it, and they know it."""
+        """Whether this rank knows the ranks above and below it, and they know it."""
         return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
 
     def come(self, called: Called) -> list[Called]:
@@ -97,7 +97,7 @@ class Member:
         return [] if again else self.behind
 
     def was_told(self, called: Called) -> bool:
-        """Whether the last call of this rank was like this one and failed, and it does no harm to meet a later one."""
+        """Whether the last call of this rank was like ``called`` and failed, and such calls may meet later ones."""
         return called.kind not in {"", "save"} and called.is_like(self.behind[-1:])
 
     def leave_behind(self, called: Called) -> None:
@@ -116,7 +116,7 @@ class Member:
         return RankFailure(rank, self.hosts.get(rank, ""), why)
 
     def was_silent(self, failures: Iterable[RankFailure]) -> bool:
-        """Whether this rank is one of those that did not answer."""
+        """Whether the failures name this rank as one that did not answer."""
         return any(failure.rank == self.rank and failure.message.startswith(_SILENT) for failure in failures)
 
     def meet(self, timeout: float, pause: float) -> Steps:
@@ -130,7 +130,7 @@ class Member:
         silence.begin((*above, self.rank), now)
         # A rank receives no heartbeats from itself: its own silence is the time since its last answer.
         while silence.hear(self.rank, None, now) < timeout:
-            # Repeatedly, unlike any other message: each is answered, in case an answer is lost.
+            # Unlike other messages, the hello is repeated: each is answered, in case an answer is lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
             if (yield Wait((welcome,), pause, tree.above(self.rank))):
                 break
@@ -152,7 +152,7 @@ class Member:
         return _welcome(self.rank, self.word)
 
     def answer_late(self) -> Steps:
-        """Answer ranks below that came for the first time while this rank was in no turn."""
+        """Answer the ranks below that came for the first time while this rank was in no turn."""
         late = [rank for rank in tree.below(self.rank, self.size) if rank not in self.known]
         hellos = yield Get(tuple(map(hello_of, late)))
         yield from self.answer(dict(zip(late, hellos, strict=True)))

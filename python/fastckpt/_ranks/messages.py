@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.member import Member
 
-#: The version that ranks compare. With another plan they would mistake these bytes for those of other tensors.
+#: The version that ranks compare. With different plans, they would take bytes of one tensor for another's.
 VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
@@ -36,11 +36,11 @@ class Message:
     more: int
     #: The combined value; nothing if there are failures.
     value: Any
-    #: The calls of these ranks, each with the calls that its ranks have abandoned; None: too many.
+    #: The calls of these ranks, each with the calls that its ranks have abandoned; None if too many.
     met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the message as bytes."""
         own = [self.called, self.name, [list(one) for one in self.failures], self.more, self.value, self.met]
         return words.encode([VERSION, own])
 
@@ -53,7 +53,7 @@ def received(member: Member, rank: int, data: bytes) -> Message:
     except words.DamagedError as error:
         return Message(nowhere, "", [member.failure(words.told(error))], 0, None, [])
     if version != VERSION:
-        why = f"runs fastckpt {version}, rank {member.rank} runs {VERSION}: all ranks must run the same version"
+        why = f"runs fastckpt {version}, but rank {member.rank} runs {VERSION}: all ranks must run the same version"
         return Message(nowhere, "", [RankFailure(rank, member.hosts.get(rank, ""), why)], 0, None, [])
     called, name, failures, more, value, met = said
     calls = None if met is None else [(Called(*one), [Called(*each) for each in left]) for one, left in met]
@@ -80,7 +80,7 @@ def join(
         else:
             value = combine(values) if below or member.rank == 0 else own.value
         return Message(own.called, own.name, [], 0, value, met)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it fails the operation for all
+    except Exception as error:  # noqa: BLE001 - any error fails the operation for all
         return Message(own.called, own.name, [member.failure(words.told(error))], 0, None, met)
 
 

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     Swap = Callable[[Mapping[int, bytes], Mapping[int, int]], dict[int, bytes]]
 
-#: Up to this many ranks, each asks for the processes of all.
+#: In a group of up to this many ranks, each rank asks for the processes of all.
 _FEW = 32
 #: Bytes of an address.
 _ADDRESS = 8
 
 
 class Neighbours(NamedTuple):
-    """The other ranks of a rank's host, as far as each may read the memory of the other.
+    """The other ranks of a rank's host that may read its memory, and whose memory it may read.
 
     Attributes:
-        processes: the process of each other rank whose memory this one may read, and which may read that of this one.
-        why: why there are others; empty if there are none.
+        processes: the process of each of these ranks, by rank.
+        why: why other ranks of the host are left out; empty if none are.
     """
 
     processes: Mapping[int, int]
@@ -43,8 +43,8 @@ class Shared(NamedTuple):
 
     Attributes:
         readers: the ranks that read this rank's memory.
-        read: the ranks whose memory this one reads.
-        nbytes: the bytes that it reads.
+        read: the ranks whose memory this rank reads.
+        nbytes: the bytes that this rank reads there.
         why: why bytes of other ranks of its host are sent as messages; empty if none are.
     """
 
@@ -59,9 +59,9 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
 
     Args:
         rank: this rank of the gloo group.
-        ranks: the rank of each in the default group.
+        ranks: the rank of each member in the default group.
         host: the name of this rank's host.
-        store: the gloo group's; all ranks come here at about the same time.
+        store: the store of the gloo group; all ranks call this at about the same time.
 
     Raises:
         RuntimeError: a rank has not arrived.
@@ -87,7 +87,7 @@ def neighbours(rank: int, ranks: tuple[int, ...], host: str, store: Any) -> Neig
         if other in found and rank in json.loads(said):
             both[other] = found[other]
         elif other in found:
-            whys.append(f"rank {other} cannot read the memory of this one")
+            whys.append(f"rank {other} cannot read the memory of this rank")
     return Neighbours(both, whys[0] if whys else "")
 
 
@@ -97,7 +97,7 @@ def share(engine: _core.RankSave, near: Neighbours, swap: Swap) -> Shared:
     Args:
         engine: the save of this rank, before its first message.
         near: the result of :func:`neighbours`.
-        swap: swaps bytes with ranks: :func:`.exchange.swapped`.
+        swap: a function that swaps bytes with ranks, made of :func:`.exchange.swapped`.
     """
     tables = {mate: (array("Q", own), count) for mate, own, count in engine.addresses(list(near.processes))}
     sent = {mate: own.tobytes() for mate, (own, _) in tables.items() if own}

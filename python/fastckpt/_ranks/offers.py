@@ -25,7 +25,7 @@ class Told(NamedTuple):
         rank: this rank in the group.
         main: the main part, encoded.
         cuts: the spreads, encoded.
-        digests: of both.
+        digests: the digests of both.
     """
 
     rank: int
@@ -142,7 +142,7 @@ class Parts:
         self._known: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:
-        """The number of the rank's part that is like ``wanted``, or whole; the next one after ``before`` of these."""
+        """The number of the rank's part that equals ``wanted``, or is whole; skip the first ``before`` of these."""
         if wanted is not None and wanted.boxes is not None:  # the last spread has all boxes, in the order of memory
             return sum(self.inside[number] and self.spreads[number].boxes is None for number in numbers) + before
         if wanted is not None and wanted.is_whole:

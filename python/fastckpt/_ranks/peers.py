@@ -45,7 +45,7 @@ class Peers:
         size: processes in the group.
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
-        serves: the rank whose process may have the server of the store; None if that is none of them.
+        serves: the rank whose process may run the server of the store; None if none of them does.
         shown: whether the monitor shows the group, and the rank that this one waits for.
     """
 
@@ -66,12 +66,12 @@ class Peers:
 
     @property
     def session(self) -> str:
-        """A word that only ranks of this group have, among all in this store; known after the first round."""
+        """A word that distinguishes this group from all others in the store; known after the first round."""
         return self._member.session
 
     @property
     def has_met(self) -> bool:
-        """Whether the others learn of it if this rank leaves an operation without waiting for them."""
+        """Whether the other ranks learn that this rank has left, if it leaves an operation without waiting for them."""
         return self._member.has_met
 
     @property
@@ -88,8 +88,8 @@ class Peers:
     ) -> Operation:
         """Return an operation that all ranks begin in the same order.
 
-        It takes its turn when it is entered, or earlier by ``take``. Then it must be entered, even if it can only fail:
-        the other ranks wait for this one. Entering waits until the turns before it have ended on this rank.
+        The operation takes its turn when it is entered, or earlier by ``take``. Then it must be entered, even if it can
+        only fail: the other ranks wait for this one. Entering waits until the turns before it have ended on this rank.
 
         Args:
             kind: ``save`` or ``load``.
@@ -103,9 +103,9 @@ class Peers:
     # One thread of each rank may wait until a rank wakes all of them for the next operation.
 
     def is_woken(self, seconds: float, limit: float) -> bool:
-        """Whether a rank has called ``wake_all``, after at most this many seconds; the wait sends a server no requests.
+        """Whether a rank calls ``wake_all`` within this many seconds. The wait sends no requests to a server.
 
-        ``limit``, here and below, is the most seconds for the store.
+        ``limit``, here and below, is the most seconds for which to wait for the store.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -119,7 +119,7 @@ class Peers:
     def wake_all(self, limit: float, *, woken: bool = False) -> None:
         """Wake the waiting thread of each rank, which wakes those below it before the operation; rank 0 is woken first.
 
-        A rank that was ``woken`` wakes those below it only.
+        A rank that was ``woken`` wakes only those below it.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -128,7 +128,7 @@ class Peers:
             self._run(_served(Put({self._waking(rank): b"" for rank in ranks})), limit)
 
     def sleep(self, limit: float) -> None:
-        """End a wait of ``is_woken``; forget that it was woken for the last operation, which no rank does again.
+        """End a wait of ``is_woken``, and remove the key of the last operation's wake-up, which no rank sets again.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -137,7 +137,7 @@ class Peers:
         self._run(_served(Remove((self._waking(self.rank, -1),))), limit)
 
     def _waking(self, rank: int, behind: int = 0) -> str:
-        # With the number of the turn: another rank may be about to wake this one for the next when this one sleeps.
+        # The key has the number of the turn: another rank may wake this one for the next turn before this one sleeps.
         return f"fastckpt/{self.session}/wake/{self._member.turn + behind}/{rank}"
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class Peers:
                 return there
 
     def _show(self, whom: int) -> int:
-        """Show the group in the monitor, once it has a name, and the rank that this one waits for."""
+        """Show the group in the monitor, once it has a name, and the rank that this rank waits for."""
         if self.session and not self._shown:
             self._shown = True
             number = int.from_bytes(hashlib.blake2b(self.session.encode(), digest_size=8).digest(), "little")
@@ -203,7 +203,7 @@ class Peers:
         return whom
 
     def _answer_late(self) -> None:
-        """Answer ranks that arrive at their first call while this rank is in none: they have missed a verdict."""
+        """Answer ranks that arrive at their first call while this rank is in no call: they have missed a verdict."""
         member = self._member
         if self._transport is None or self.session == "" or member.has_met or self._process != os.getpid():
             return
@@ -268,7 +268,7 @@ class Operation:
         self._caller = None
 
     def waits_for_caller(self) -> bool:
-        """Whether it cannot end before the calling thread continues, which is in an earlier turn or begins one."""
+        """Whether this operation waits for the calling thread, which is in an earlier turn or begins one."""
         thread = threading.get_ident()
         return any((one._thread or one._caller) == thread for one in self._peers._before(self._turn))
 
@@ -277,7 +277,7 @@ class Operation:
             self._enter()
             return self  # noqa: TRY300 - an interrupt here must be caught, too
         except BaseException as error:
-            # An earlier turn may take long, but the callers that wait for this one must not: it ends now.
+            # An earlier turn may take long, but callers that wait for this turn must not: this turn ends now.
             try:
                 self.take()
                 with contextlib.suppress(RanksError):
@@ -314,7 +314,7 @@ class Operation:
             self._end(error)
         except BaseException as interrupted:
             if not isinstance(interrupted, Exception):
-                # It came during the wait for the other ranks, which must not wait for this rank.
+                # The interrupt came while this rank waited for the others, which must not wait for this rank.
                 self._end(interrupted)
             raise
         finally:

@@ -50,14 +50,14 @@ class AgreedByRanks(Agreed):
     """The agreement of the ranks. Only the coordinator has the texts.
 
     Attributes:
-        spreads: the spreads that the tensors' numbers refer to.
+        spreads: the spreads to which the tensors refer by number.
         grains: bytes of the largest memory page that a rank's kernel has, bytes of a grain, and the ranks of a team
             (``_core.Share.to_save``).
         seed: the seed for drawing samples of what several ranks hold.
-        held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
-            is 0 if ``fill`` copies the bytes.
-        sum: the CRC-64 of all bytes of a part without an address, by its index in held, where its device makes that;
-            else None.
+        held: for each part that this rank has: the number of the tensor, the number of the part, the address, and the
+            bytes; the address is 0 if ``fill`` copies the bytes.
+        sum: returns the CRC-64 of all bytes of a part without an address, by its index in ``held``, if its device
+            computes it, else None.
         per_rank: the structure of the states of each rank alone, JSON; None if there are none.
     """
 
@@ -74,7 +74,7 @@ class AgreedByRanks(Agreed):
         return self.structure, self.metadata, self.per_rank
 
     def sum_of(self) -> Callable[[int, int], int | None] | None:
-        """The callback that the core asks for the sums of parts, by tensor and part."""
+        """The callback with which the core requests the sums of parts, by tensor and part."""
         summed = self.sum
         if summed is None:
             return None
@@ -88,7 +88,7 @@ class ProcessGroup:
     Args:
         session: the process group.
         operation: the common operation of its ranks, in its body; the caller's rounds may have come before.
-        ranks: who they are, and how they save together.
+        ranks: the ``ranks=`` of the call.
     """
 
     def __init__(self, session: Session, operation: Operation, ranks: Ranks) -> None:
@@ -145,7 +145,7 @@ class ProcessGroup:
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
         """The values of a rank, besides the state, that must be equal on all: its options, and its step.
 
-        The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
+        Files and metadata come from the coordinator: a rank may have no step, but different steps mean different calls.
         """
         rank = self.session.group.rank
         terms = request.settings.alike() | alike(self.ranks)
@@ -191,7 +191,7 @@ class ProcessGroup:
         return {**own, "phases": phases, "seconds": own["seconds"] + compared}
 
     def _repeated(self) -> list[str]:
-        """The warning of the first save of a process group that nothing distinguishes from an earlier one."""
+        """The warning for the first save of a process group that nothing distinguishes from an earlier save."""
         if not self.operation.is_repeated or self.session.has_warned:
             return []
         self.session.has_warned = True
@@ -249,7 +249,7 @@ class ProcessGroup:
             if comparison is not None and plain is not None and differing:
                 tensors, text = comparison.differing(session, operation, path, differing)
                 engine.close()
-                # Without a base, and with these tensors taken from their lowest ranks.
+                # Write without a base, and take these tensors from their lowest ranks.
                 own = self._write(request, agreed, options, progress, plain.first(tensors), None)
                 whole = True
                 return with_warnings(own, noted, [text])
@@ -279,9 +279,9 @@ class ProcessGroup:
 
 
 def _combine_calls(calls: list[Any]) -> list[Any]:
-    """Several arrivals combined.
+    """Combine several arrivals.
 
-    Their tables, terms and steps that differ, unused patterns, and the largest of their memory pages.
+    Return the tables, terms and steps that differ, the unused patterns, and the largest memory page.
     """
     arrivals, terms, steps, unused, pages = zip(*calls, strict=True)
     in_all = [text for text in unused[0] if all(text in others for others in unused)]
@@ -289,7 +289,7 @@ def _combine_calls(calls: list[Any]) -> list[Any]:
 
 
 def first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """Two ranks with different values, and the values; or one."""
+    """Two ranks with different values, and these values; one rank and value if all are equal."""
     kinds: dict[Any, int] = {}
     for rank, what in chain.from_iterable(said):
         kinds.setdefault(what, rank)
@@ -312,7 +312,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _join(session: Session, engine: _core.RankSave, path: str, name: str, attention: Attention) -> dict[str, Any]:
-    """Open the coordinator's directory: the proof of one file system. Allocate files in it; return what broke off."""
+    """Open the coordinator's directory, which proves a shared file system; allocate files; return the loss, if any."""
     try:
         engine.join(path, name)
     except FileNotFoundError as error:
@@ -345,7 +345,7 @@ def _outcome(
             attention.exchange = Exchange(group, engine.mail, session.name, limit, shared)
         own = _write(engine, attention.exchange, attention, progress)
     except LostError as error:
-        # Another rank is the cause, and reports it itself; if none does, this is the cause.
+        # Another rank is the cause, and reports it itself; if none does, this error is the cause.
         return {}, lost_by(session.name(session.group.rank), error)
     return own, {"pieces": engine.pieces(), "saved": figures(own)}
 
@@ -366,12 +366,12 @@ def _write(
         with range_of("fastckpt.write"):
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
-        # The coordinator removes the files after the save has failed, and then tells the others.
+        # The coordinator removes the files after the save has failed, and then informs the others.
         raise LostError(f"the files of the save have disappeared: {error}") from error
 
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
-    """Several offers combined before there is a workspace: their gloo groups, and the first of each kind of shares."""
+    """Combine offers made before there is a workspace: their gloo groups, and the first of each kind of shares."""
     links, shares, holders = zip(*offers, strict=True)
     return [Link.combine(links), first_two(shares), combine_holders(holders)]
 
@@ -403,7 +403,7 @@ def _create(
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """The identity of the directory at a path: a rename keeps it. None where there is none."""
+    """The identity of the directory at a path, which a rename keeps; None if there is no directory."""
     try:
         found = Path(path).stat()
     except OSError:

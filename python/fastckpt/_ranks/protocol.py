@@ -19,10 +19,10 @@ call to a turn that has failed without it, or to which others have brought anoth
 it applies to (``called.py``). A rank whose call is not among them brings it to the next turn, and so on until it meets
 the others. A rank whose call is among them accepts the verdict: it may be late, and must not meet a later call of the
 others. Calls that meet in one turn all fail, except those of ranks that have already abandoned the others' call: these
-wait in the next turn. So ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
+wait in the next turn. Thus ranks meet again. For calls other than saves, a rank accepts one old verdict of a call like
 its own, because it may be late, and skips further ones. For indistinguishable saves it accepts each: it stays behind,
-and its save never meets a later save of the others. Only one case goes unnoticed: it comes while the others still wait
-in the save that it has missed. So the first save that nothing distinguishes from an earlier one warns.
+and its save never meets a later save of the others. Only one case goes unnoticed: the rank comes while the others
+still wait in the save that it has missed. So the first save that nothing distinguishes from an earlier one warns.
 
 **Silence**, not duration, ends a wait. A working rank sends heartbeats (it "beats"); so does a rank that waits for
 those below it. A rank listens to those below until it has their messages, and to the coordinator until it has the
@@ -98,11 +98,11 @@ class _Listening:
     now: float
     waiting: set[int]
     silence: Silence
-    #: When it last listened: while it listens to one rank after another, the remaining ones seem silent.
+    #: When this rank last listened: while it listens to one rank after another, the remaining ones seem silent.
     listened: float
     #: When the failure of the turn became known.
     failed: float | None = None
-    #: Whether there is a verdict already.
+    #: Whether there is a verdict.
     decided: bool = False
     found: dict[int, Message] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class Turn:
     Args:
         member: the rank.
         kind: the kind of operation, such as ``save``.
-        path: its path.
+        path: the path of the operation.
         timeout: seconds of silence after which a rank is considered gone.
         label: names the turn instead of its number, for callers that cannot count: the same on all ranks, and unique.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
@@ -150,7 +150,7 @@ class Turn:
         #: groups check less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
-        #: Seconds of work until it checks which ranks are silent.
+        #: Seconds of work until this rank checks which ranks are silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
         #: The ranks that this rank listens to while it works.
@@ -160,11 +160,11 @@ class Turn:
     def _begin(self) -> None:
         """Start a turn: the first, or the next one if the turn belonged to another call."""
         self._number: int | None = None
-        #: Rounds that it has begun.
+        #: The number of rounds that this rank has begun.
         self.rounds = 0
-        #: Whether it is in a round, not between two.
+        #: Whether this rank is in a round, not between two.
         self.inside = False
-        #: Whether it has the verdict of its last round, or has left without one.
+        #: Whether this rank has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
         #: Messages that arrived since the last round.
@@ -192,7 +192,7 @@ class Turn:
     def is_repeated(self) -> bool:
         """Whether nothing distinguishes this call from an earlier save of these ranks.
 
-        A step does, even if the run has gone back and saves it again.
+        A step distinguishes a call, even if the run has gone back and saves this step again.
         """
         return self._label is None and STEP not in self.marks and self.called.is_like(self.member.saved)
 
@@ -210,7 +210,7 @@ class Turn:
 
     def take_number(self) -> None:
         """Become the next turn, unless it has a number or a label."""
-        # Several threads and signal handlers may run this, but none between lines without a call.
+        # Several threads and signal handlers may run this, but cannot interrupt it between lines without a call.
         if self._number is None and self._label is None:
             self._number = self.member.turn
             self.member.turn += 1
@@ -582,7 +582,7 @@ class Turn:
     # Ends.
 
     def _tell(self, failure: RankFailure) -> Steps:
-        """Tell working ranks that the turn has failed; the first failure counts."""
+        """Announce to working ranks that the turn has failed; the first failure counts."""
         if not self._aborted:
             self._aborted = True
             yield Swap(self._abort, b"", words.encode(list(failure)))
@@ -679,7 +679,7 @@ class Turn:
         """Whether the turn that this rank is about to leave has failed without it, for another call."""
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
-        # A rank that leaves for good, whatever call the others are in, tells the ranks that are in a later call.
+        # A rank that leaves for good, whatever call the others are in, also informs the ranks that are in a later call.
         calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LISTED, _SIDES = 10, 4
 #: Bytes of a tensor that ranks send each other to measure the difference.
 _SHOWN = 16 << 10
-#: Bytes between two updates of the monitor.
+#: The most bytes of a text for the monitor.
 _TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "
@@ -45,7 +45,7 @@ class Comparison:
     Args:
         engine: the save of this rank, which holds the memory.
         share: the boxes of all ranks.
-        ranks: who saves, and how much they compare.
+        ranks: the ``ranks=`` of the call: the ranks that save, and how much they compare.
         seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.

@@ -68,7 +68,7 @@ Steps: TypeAlias = Generator[Request, Any, Any]
 
 
 class UnreachableError(Exception):
-    """The store does not answer. The text names it, and a possible cause."""
+    """The store does not answer. The text names the store, and a possible cause."""
 
 
 def value_of(key: str) -> Steps:

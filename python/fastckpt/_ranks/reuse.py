@@ -31,7 +31,7 @@ def take_over(
         session: the process group.
         operation: the operation, in its body.
         path: the checkpoint's directory, absolute.
-        base: the earlier checkpoint's, on rank 0.
+        base: the directory of the earlier checkpoint, on rank 0.
         earlier: the base on this rank, made from the share that was laid out without a base.
         timeout: the operation's timeout, in seconds.
 
@@ -54,7 +54,7 @@ def take_over(
 def _share(
     session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
 ) -> _core.Share | None:
-    """Its rounds."""
+    """The rounds of the reuse."""
     rank = session.group.rank
     attention = Attention(operation, timeout)
     opened: list[bytes] = []

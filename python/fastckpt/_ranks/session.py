@@ -35,7 +35,7 @@ class Session:
         self.link.drop()
 
     def apart(self) -> Peers:
-        """The same ranks, with turns that wait for no save or load; all ranks call it in the same order."""
+        """Return the same ranks, with turns that wait for no save or load; all ranks call this in the same order."""
         self._made += 1
         group = self.group
         store = store_below(group.store, f"apart/{self._made}")
@@ -43,13 +43,13 @@ class Session:
         return self._apart[-1]
 
     def end(self, peers: Peers) -> None:
-        """The result of :meth:`apart` is no longer needed."""
+        """Close the result of :meth:`apart`."""
         if peers in self._apart:
             self._apart.remove(peers)
             peers.close()
 
     def name(self, rank: int, *, ask: bool = False) -> str:
-        """The name of a rank in errors; with ``ask``, the store is asked for its host, which may wait for the store."""
+        """The name of a rank in errors; with ``ask``, look up its host in the store, which may take long."""
         host = self.peers.host_of(rank) or (self.link.host_of_peer(rank) if ask else "")
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 

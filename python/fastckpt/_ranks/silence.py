@@ -50,5 +50,5 @@ class Silence:
         self._ranks.update((rank, other._ranks[rank]) for rank in ranks if rank in other._ranks)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all ranks."""
         self._ranks.clear()

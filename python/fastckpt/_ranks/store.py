@@ -25,7 +25,7 @@ _CONNECTED, _FORGOTTEN = 5.0, 1.0
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: A value that no key has. A compare-and-set with it returns it if the key does not exist.
+#: A value that no key has. A compare-and-set with this value returns it if the key does not exist.
 _NO_VALUE = b"\0none"
 
 
@@ -101,7 +101,7 @@ class Transport:
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.
         self._lock = threading.RLock()
-        # Connections take time: they are started at once.
+        # Connections take time, so they are started at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
@@ -145,7 +145,7 @@ class Transport:
     def _look_for_server(self) -> None:
         """Raise OSError if the server is gone: torch retries for minutes to reach it.
 
-        Only if there is doubt: for each connection the server looks up the host name of the client, and answers no
+        Call this only in doubt: for each connection, the server looks up the host name of the client, and answers no
         other client meanwhile.
         """
         if self._address is not None:
@@ -213,7 +213,7 @@ class Transport:
     def _forget(self, limit: float) -> None:
         """End a wait at the server by setting the key that it waits for.
 
-        Otherwise it would end with the store, perhaps during interpreter shutdown, which kills these threads uncleanly.
+        Otherwise the wait would end with the store, perhaps in interpreter shutdown, which kills its thread uncleanly.
         """
         with self._lock:
             waits, self._waits = self._waits, None
@@ -233,14 +233,14 @@ class Transport:
         self.serve(Remove(tuple(missing)), limit)
 
     def _wait_there(self, keys: tuple[str, ...], limit: float) -> _Task | None:
-        """Return a wait at the server for these keys, or more; None: it waits for others."""
+        """Return a wait at the server for these keys, or for these and more; it replaces a wait for others."""
         with self._lock:
             if self._waits is not None:
                 awaited, task = self._waits
                 if awaited.issuperset(keys):
                     return task
                 if not task.ended.is_set():
-                    # It blocks until its timeout, and is not needed.
+                    # The old wait blocks until its timeout, and is no longer needed.
                     if self._waiter is not None:
                         self._waiter.end()
                     self._waiter = _Line(self._connect)

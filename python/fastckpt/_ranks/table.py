@@ -1,7 +1,7 @@
 """A compact table of what a rank saves or wants, without tensor data, which ranks can compare and send.
 
 Two parts. The main part has the names, dtypes, global shapes and values, and for each tensor the number of its spread;
-it is equal on ranks that hold the same state, however that is cut. The spreads themselves are the other part, which is
+it is equal on ranks that hold the same state, however it is cut. The spreads themselves are the other part, which is
 small: ranks in different meshes differ only in it.
 """
 
@@ -36,9 +36,9 @@ class Table(NamedTuple):
     """The main part.
 
     Attributes:
-        names: of the tensors, by number.
+        names: the names of the tensors, by number.
         kinds: the different kinds.
-        kind: for each tensor the number of its kind.
+        kind: for each tensor, the number of its kind.
         ties: number and name of each further place of a tensor.
         outer: kind and text of each key of the outer mapping, and whether it leads to a mapping; None without one.
         structure: the tokens of the state, JSON text.

@@ -1,7 +1,7 @@
 """The parts of torch.distributed that ranks need: the members of a process group, its store, and a group for bytes.
 
-The only file that uses torch's process groups. It handles differences between versions (2.6 to 2.15) and private
-attributes of torch: the store that a process group was made with, a separate connection to it
+This is the only file that uses torch's process groups. It handles differences between versions (2.6 to 2.15) and
+private attributes of torch: the store that a process group was made with, a separate connection to it
 (:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
 """
 
@@ -48,10 +48,10 @@ class Group(NamedTuple):
     Attributes:
         rank: the index of this process.
         size: the number of processes.
-        ranks: the rank of each in the default group.
+        ranks: the rank of each process in the default group.
         host: the name of this machine.
         store: a torch store under a name that no other group has; None for one process.
-        serves: the rank whose process may have the server of that store; None if none has.
+        serves: the rank whose process may run the server of that store; None if no rank does.
     """
 
     rank: int
@@ -66,7 +66,7 @@ _alone: list[Any] = []
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     # A thread of the parent may be in a turn, which would never end in the child.
     os.register_at_fork(after_in_child=_alone.clear)
-#: By process group: the process that made it, and the result.
+#: For each process group: the process that made the result, and the result.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
@@ -117,7 +117,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     if known is None:
         known = make(_group_of(group))
         _kept[group] = process, known
-        # At the latest when the interpreter ends: gloo's threads must not outlive it.
+        # Close it when the interpreter ends, at the latest: gloo's threads must not outlive the interpreter.
         finalize(group, known.close)
     return known
 
@@ -196,7 +196,7 @@ class Transfer:
         self._tensor = tensor
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is done; RuntimeError if it takes more than ``seconds``, after which the whole group ends."""
+        """Wait for the transfer; RuntimeError if it takes more than ``seconds``, after which the whole group ends."""
         self._work.wait(timedelta(seconds=seconds))
 
 
@@ -230,7 +230,7 @@ class DataGroup:
     def __init__(self, group: Group, name: str, timeout: float) -> None:
         from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-        # With a separate connection: while ranks look for each other, they wait in the store.
+        # Use a separate connection: while ranks look for each other, they wait in the store.
         store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
@@ -266,7 +266,7 @@ class DataGroup:
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
     def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
-        """Send all ranks ``content`` of rank 0, of ``nbytes``. They come here at about the same time."""
+        """Send all ranks ``content`` of rank 0, of ``nbytes``. All ranks call this at about the same time."""
         from torch import distributed as dist  # noqa: PLC0415
 
         data = bytearray(nbytes) if content is None else bytearray(content)
@@ -290,11 +290,11 @@ class DataGroup:
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
-        Gloo does that when a transfer times out, so one transfer is made to. The group is unusable after that.
+        Gloo closes connections when a transfer times out, so this makes one time out. The group is unusable after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
         tensor = _tensor_of(bytearray(1))
-        # One may be closed already while others are open. In a large group only ranks that met are connected.
+        # A connection may be closed while others are open. In a large group, only ranks that met are connected.
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([tensor], peer, _NO_TAG).wait(_AT_ONCE)

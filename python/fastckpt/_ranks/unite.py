@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 class Holder(NamedTuple):
     """The part of a tensor on ranks: by the spread, or whole if that is None.
 
-    ``before`` is the number of earlier memories of the tensor of this kind.
+    ``before`` is the number of earlier memories of this kind, of the same tensor.
     """
 
     spread: Spread | None
@@ -70,10 +70,10 @@ class United(NamedTuple):
     Attributes:
         flat: names, dtypes, global shapes and ties, without memory, for :func:`.groups.split_model`.
         structure: the tokens, JSON text.
-        lists: for each tensor the number of its list of parts.
-        spread_lists: by that number, the numbers of the spreads.
+        lists: for each tensor, the number of its list of parts.
+        spread_lists: by the number of a list, the numbers of its spreads.
         spreads: the spreads.
-        numbers: by variant, for each of its tensors its numbers in the union.
+        numbers: by variant: for each of its tensors, the numbers of the tensor in the union.
     """
 
     flat: Flat
@@ -97,7 +97,7 @@ class SpreadLists:
         self.lists: list[tuple[int, ...]] = []
         self._spreads: dict[Spread, int] = {}
         self._lists: dict[tuple[int, ...], int] = {}
-        #: By the number of a list: ranks in a mesh that do not have the tensor.
+        #: By the number of a list: a spread, and the ranks in its mesh that do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
     def add(self, holders: Iterable[Holder]) -> int:
@@ -156,7 +156,7 @@ def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") ->
     """The union of different main tables.
 
     Args:
-        variants: in the order of their first ranks.
+        variants: the variants, in the order of their first ranks.
         size: the number of ranks.
         operation: the word that error messages begin with.
 
@@ -181,7 +181,7 @@ class _Union:
         self.paths: list[Path] = []
         self.flat = Flat()
         self._taken: dict[str, int] = {}
-        #: Kinds without the spread, over all variants.
+        #: The kinds of all variants, without their spreads.
         kinds: dict[tuple[Any, ...], int] = {}
         self._kinds = [
             [kinds.setdefault(table.kinds[kind][:3], len(kinds)) for kind in table.kind.tolist()]
@@ -247,7 +247,7 @@ class _Union:
         if type(first) is not type(token):
             return False
         if type(first) is not list:
-            # By their text, because 0.0 equals -0.0.
+            # Compare their texts, because 0.0 equals -0.0.
             return bool(first == token and (first or repr(first) == repr(token)))
         if first[0] != token[0] or is_tensor(first) != is_tensor(token):
             return False

@@ -41,7 +41,7 @@ def opened(data: bytes, what: str) -> bytes:
     """Return the bytes that ``sealed`` was given.
 
     Raises:
-        DamagedError: they were altered on the way; the message names ``what``.
+        DamagedError: the bytes were altered on the way; the message names ``what``.
     """
     content, sum_ = data[:-SUM], data[-SUM:]
     if _crc64.of(content).to_bytes(SUM, "little") != sum_:
@@ -78,7 +78,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
-        DamagedError: it was altered on the way; the message names ``what``.
+        DamagedError: the value was altered on the way; the message names ``what``.
     """
     length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
@@ -101,7 +101,7 @@ def told(error: BaseException) -> str:
     """Return the description of an exception for other ranks."""
     try:
         said = str(error)
-    except Exception:  # noqa: BLE001 - it is the user's, and the others have to hear of it all the same
+    except Exception:  # noqa: BLE001 - the user's exception must reach the others even without its text
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return f"failed: {text[:LONGEST]}"
@@ -121,8 +121,8 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     Args:
         kind: the operation.
         outcome: the outcome in the verdict.
-        agreeing: it failed in a round before the last.
-        here: this rank has committed it, whatever the verdict is.
+        agreeing: whether it failed in a round before the last.
+        here: whether this rank has committed it, whatever the verdict is.
     """
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
@@ -145,7 +145,7 @@ def failed(
     Args:
         failures: the failures of ranks.
         more: the number of further failures.
-        outcome: what remains.
+        outcome: the outcome for the checkpoint, such as ``NOTHING``.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
     """
     return b"!" + encode([[list(one) for one in failures], more, outcome, calls])

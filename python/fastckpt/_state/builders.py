@@ -91,10 +91,10 @@ class _Unhashable:
 
 
 class _Uses:
-    """Counts the uses of tensors that are parts of composed tensors, which are copied and checked for each.
+    """Counts the uses of tensors that are parts of composed tensors: each use copies and checks the part.
 
-    So a part is stored in full, and used again only within a multiple of the stored bytes: otherwise a few bytes of a
-    file could request any number of copies.
+    A part must be stored in full, and further uses are limited to a multiple of the stored bytes: otherwise a few bytes
+    of a file could request any number of copies.
     """
 
     def __init__(self, stored: Sequence[StoredTensor]) -> None:
@@ -117,7 +117,7 @@ class _Uses:
             raise ValueError("tensors that are part of too many others")
 
     def add_all(self, value: Any) -> None:
-        """The same for all tensors in plain containers."""
+        """Record that all tensors in plain containers are parts of another tensor."""
         rest = [value]
         while rest:
             part = rest.pop()
@@ -135,11 +135,11 @@ class Validator:
 
     Args:
         stored: the tensors of the checkpoint.
-        types: the known types, and whether values of others are accepted, too.
+        types: the known types, and whether values of other types are accepted, too.
         strangers: whether unknown types are accepted.
 
     Attributes:
-        found: each token of a tensor, in order.
+        found: the tokens of all tensors, in order.
         unknown: the names of the unknown types.
     """
 

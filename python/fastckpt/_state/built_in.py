@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: the structure: partial loads descend into it.
 ATTRIBUTED = "collections.OrderedDict"
 
-#: Making a Fraction reduces it, in time quadratic in its digits.
+#: The most bits of a Fraction: making one reduces it, in time quadratic in its digits.
 _FRACTION_BITS = 1 << 16
 
 
@@ -134,7 +134,7 @@ def _configured(value: Any) -> Encoded:
         own = {name: flag for name, flag in (node._metadata.flags or {}).items() if flag is not None}  # noqa: SLF001
         if own:
             flags.append((path, own))
-        content = node._content  # noqa: SLF001 - as it is stored, whatever it refers to
+        content = node._content  # noqa: SLF001 - the stored content, without resolving references
         if isinstance(content, dict):
             rest.extend(([*path, key], child) for key, child in content.items() if OmegaConf.is_config(child))
         elif isinstance(content, list):
@@ -175,7 +175,7 @@ def _check_configured(value: Any) -> None:
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
     _check_configured(value)
     flags = [] if attributes is None else exact(members(attributes, "flags")[0], list)
-    # Objects are allowed inside it.
+    # The configuration may hold objects.
     made = cls(value, flags={"allow_objects": True})
     made._set_flag("allow_objects", None)
     for pair in flags:
@@ -184,7 +184,7 @@ def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
         for key in exact(path, list):
             if type(key) not in _IN_CONFIGURATIONS and not issubclass(type(key), enum.Enum):
                 raise ValueError("not a key of a configuration")
-            node = node._get_node(key)  # noqa: SLF001 - without following what it refers to
+            node = node._get_node(key)  # noqa: SLF001 - the stored content, without resolving references
         for name, flag in exact(own, dict).items():
             if type(flag) is not bool:
                 raise ValueError("a flag that is neither true nor false")
@@ -264,7 +264,7 @@ _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: n
 
 
 def _known(codec: Codec | None) -> Codec | None:
-    """A codec whose class is the same everywhere: a value that does not fit it is malformed."""
+    """A codec whose class is the same everywhere: a value that does not fit the class is malformed."""
     if codec is None:
         return None
     back = codec.decode

@@ -57,7 +57,7 @@ ATTRIBUTED_TOKEN = f'["type","{ATTRIBUTED}"]'
 
 
 class Attributed:
-    """An OrderedDict that has attributes, like ``_metadata`` of a module's state: stored as its items and these."""
+    """An OrderedDict with attributes, like ``_metadata`` of a module's state, stored as its items and attributes."""
 
     __slots__ = ("value",)
 
@@ -66,7 +66,7 @@ class Attributed:
 
 
 class Bare(Attributed):
-    """Its items."""
+    """The items of an OrderedDict that has attributes."""
 
     __slots__ = ()
 
@@ -180,7 +180,7 @@ def torch_kind(value: Any) -> str | None:
 
 
 def typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
-    """How to describe a value of a type with a name: its stored form, and its attributes, or the ``spared`` ones."""
+    """How to describe a value of a named type: its stored form, and its attributes or those that ``spared`` returns."""
     name = quote(codec.name)
     alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 
@@ -221,7 +221,7 @@ def has_state(kind: Any) -> bool:
 
 def other(value: Any) -> Parts:
     """A value of an unknown type."""
-    # Attributes of the instance only: an object may forward attributes of another.
+    # The attribute is looked up on the instance: an object may forward the attributes of another.
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return stateful(value)
     raise Unsupported(

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside: a walk over 100,000 tensors makes objects that stay, which each pass visits again.
+    """A context without collections: a walk over 100,000 tensors makes objects that stay, and each pass revisits them.
 
-    If threads overlap, the first to leave switches it on again, which only costs time.
+    If threads overlap, the first to leave switches the collector on again, which only costs time.
     """
     if not gc.isenabled():
         yield

@@ -27,7 +27,7 @@ class Flat:
         tokens: JSON text of each structure token.
         tensors: the tensors for ``_core.save``.
         ties: number and name of each further place of a tensor.
-        movers: by tensor number, the movers of those without an address.
+        movers: by tensor number, the movers of tensors without an address.
         keep: everything that addresses point into; for bytes an array over them. Clear it when the addresses are no
             longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
@@ -39,12 +39,12 @@ class Flat:
         problems: with ``observe``, values that could not be flattened, by place.
         again: with ``observe``, containers at several places that a load updates in place: the first place and each
             further one.
-        places: with ``observe``, all of these places.
+        places: with ``observe``, the places of all of these.
         outer: the keys of the outer mapping, and whether each leads to a mapping; None without an outer mapping.
         inner: numbers of the tensors that are parts of another, such as those of a sparse tensor.
         remarks: warnings about types: the name of a type, and the text.
         spreads: by tensor number, the number of the spread of tensors that are spread over ranks.
-        wholes: the DTensor whose local tensor ``keep`` has: torch counts the changes of both.
+        wholes: by tensor number, the DTensor whose local tensor is in ``keep``: torch counts the changes of both.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Flat:
         self.inner: set[int] = set()
         self.occurrences: list[Occurrence] = []
         self.objects: list[tuple[Place, Any]] = []
-        #: In order, without repetition.
+        #: The places in order, without repetition.
         self.values: dict[Place, None] = {}
         self.problems: list[tuple[Place, str]] = []
         self.again: list[tuple[Place, Place]] = []

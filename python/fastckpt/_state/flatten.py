@@ -50,7 +50,7 @@ _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
 
 def reuse_limit(stored: int) -> int:
-    """The most bytes of tensors that may be parts of others again, if ``stored`` bytes are stored in total."""
+    """The most bytes of further uses of tensors as parts of others, if ``stored`` bytes are stored in total."""
     return 64 * stored + (64 << 20)
 
 
@@ -63,8 +63,8 @@ class _Frame:
         self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False, depth: int | None = None
     ) -> None:
         self.hold = hold
-        #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
-        #: None in keys and inside a value that counts as a whole.
+        #: With ``observe``: the number of frames that lead to the key under which the children are values, 0 without
+        #: such a key; None in keys and inside a value that counts as a whole.
         self.depth = depth
         #: Whether that key has been recorded, or must not be.
         self.noted = not depth
@@ -167,7 +167,7 @@ class _Flattener:
                 self.stack.append(deeper)
 
     def children(self, frame: _Frame) -> _Frame | None:  # noqa: C901, PLR0912 - one hot loop
-        """Emit the children that are leaves, up to one with children; return the frame of that, or None at the end."""
+        """Emit the children that are leaves, up to a child with children; return its frame, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
         describe_of = self.describe.get
@@ -179,7 +179,7 @@ class _Flattener:
                 if type(key) is str:
                     emit(_values.encode_text(key))
                 else:
-                    # In the form for places and names.
+                    # The key is stored in the form for places and names.
                     frame.key = self.key(key)
             encode = leaf_of(kind)
             if encode is not None:
@@ -338,7 +338,7 @@ class _Flattener:
         return Occurrence(self.flat.places.at(self.stack), value, stored, token)
 
     def check_size(self) -> None:
-        """Refuse a structure that is too large at its end."""
+        """At the end of a structure, refuse it if it is too large."""
         if len(self.flat.tokens) > TOKEN_LIMIT:
             raise UnsupportedTypeError(f"{self.operation}: the state has more than {TOKEN_LIMIT} values")
         if self.again > reuse_limit(sum(tensor.capacity for tensor in self.flat.tensors)):
@@ -453,7 +453,7 @@ class _Flattener:
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
-        """Raise, or with ``observe`` record it and continue: values in ``into=`` other than tensors do not matter."""
+        """Raise, or with ``observe`` record it, and continue: values in ``into=`` other than tensors do not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
             reason = f"{self.operation}: cannot store {place}: {reason}"
@@ -504,7 +504,7 @@ def flatten(
         types: the known types with names; by default those of the process.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
             then lack the index of the device, which differs by rank, unless it must be kept.
-        excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
+        excluded: whether a name will be left out. If so, a token :data:`EXCLUDED` may represent its value.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.
@@ -530,5 +530,5 @@ def flatten(
 
 
 def canonical(token: Any) -> str:
-    """A parsed token as the text that :func:`flatten` gives it."""
+    """A parsed token as the text that :func:`flatten` emits for it."""
     return json.dumps(token, separators=(",", ":"))

@@ -58,5 +58,5 @@ def _members(key: Any) -> Iterable[Any]:
 
 
 def set_of(keys: list[Any]) -> set[Any]:
-    """A set of ``keys`` that are not crowded; of a dict, because only then are they inserted in this order."""
+    """A set of ``keys`` that are not crowded, made from a dict: only then are they inserted in this order."""
     return set(dict.fromkeys(keys))

@@ -41,7 +41,7 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
     while stack:
         try:
             exists, new, whole = stack[-1].send(sent)
-        except StopIteration as done:  # noqa: PERF203 - what a generator returns comes so
+        except StopIteration as done:  # noqa: PERF203 - this is how a generator returns
             stack.pop()
             sent = done.value
         else:
@@ -55,7 +55,7 @@ class _Update:
         self.exact = exact
 
     def steps(self, given: Any, built: Any, *, whole: bool) -> Steps:
-        """Update one value; ``whole`` if it is part of an instance, of which nothing else is kept."""
+        """Update one value; ``whole`` if it is part of an instance, which keeps no other items."""
         kind = type(built)
         if built is given:
             return given
@@ -73,7 +73,7 @@ class _Update:
         return built
 
     def mapping(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """Update a mapping; keys that only ``given`` has stay."""
+        """Update a mapping; keys that only ``given`` has stay, unless ``whole``."""
         kind = type(built)  # `isinstance` would call code of the value
         base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
         target, own = (built, {}) if given is _NOTHING else (given, dict(base.items(given)))
@@ -105,7 +105,7 @@ class _Update:
         return target
 
     def immutable(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """The same tuple where each item is the same object."""
+        """The same tuple if each of its items is the same object, else a new one."""
         own = [] if given is _NOTHING else list(tuple.__iter__(given))
         items = yield from self.items(own, list(tuple.__iter__(built)), whole)
         for same in (given, built):
@@ -124,7 +124,7 @@ class _Update:
         """The new items of a list or tuple."""
         made: list[Any] = []
         holes = False
-        # Most long lists hold only these: their items need not be examined one by one.
+        # Most long lists hold only plain values: their items need not be examined one by one.
         plain = _LEAVES.issuperset(map(type, built))
         for number, value in () if plain else enumerate(built):
             if type(value) in _LEAVES:
@@ -141,7 +141,7 @@ class _Update:
         return (built if plain else made) + rest
 
 
-#: Most values: the new ones.
+#: The types of most values, which the new value replaces.
 _LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 

@@ -44,7 +44,7 @@ class Place:
         self.above = above
         self.step = step
         self.key = key
-        #: Its text in a message, once computed.
+        #: The text of the place in a message, once computed.
         self.shown: str | None = None if above is not None else step
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The name that a tensor has here, unless another tensor has it."""
+        """The name of a tensor at this place, unless another tensor has that name."""
         keys = []
         at: Place | None = self
         while at is not None:
@@ -112,7 +112,7 @@ class Places:
         return place
 
     def known(self, stack: Sequence[Frame]) -> Place | None:
-        """The same, or None if that place was not requested. Use a stack for this or for :meth:`at`, not both."""
+        """As :meth:`at`, or None if that place was not requested. Use a stack for this or for :meth:`at`, not both."""
         first = len(stack) - 1
         while first and stack[first].place is None:
             first -= 1
@@ -171,7 +171,7 @@ def prefix_of(keys: Iterable[Any]) -> str:
 
 
 def name_of(prefix: str, key: Any) -> str:
-    """The name of the tensor to which ``key`` leads from where ``prefix`` does (docs/format.md, section 5)."""
+    """The name of the tensor under ``key`` at the place with the prefix ``prefix`` (docs/format.md, section 5)."""
     part = part_of(key)
     if part is not None:
         return prefix + part
@@ -188,7 +188,7 @@ def unique(taken: dict[str, int], name: str) -> str:
     if count is None:
         taken[name] = 1
         return name
-    # The count makes many clashes linear; the resulting name may already be the name of another tensor.
+    # The count keeps the time for many clashes linear. The resulting name may be that of another tensor.
     while f"{name}~{count}" in taken:
         count += 1
     taken[name] = count + 1

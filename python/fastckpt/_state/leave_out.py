@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, int]:
-    """Keep the parents of the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
+    """Keep only the values at the positions ``wanted`` (of :func:`.select.named`) and their parents; renumber tensors.
 
     Args:
         flat: the state, which is changed.
-        tokens: its tokens, parsed. They must not be used afterwards.
+        tokens: the tokens of the state, parsed. The caller must not use them afterwards.
         wanted: positions of tokens.
 
     Returns:

@@ -13,7 +13,7 @@ from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
 
-#: This check does not import torch.
+#: Types of torch by module and name: the check does not import torch.
 _TORCH = frozenset(
     {
         ("torch", "Tensor"),
@@ -28,7 +28,7 @@ _TORCH = frozenset(
 class Registry:
     """The types for one call, which precede those of :func:`fastckpt.register_type`, and the treatment of others.
 
-    It is for libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
+    A registry keeps the types that a library declares for its own checkpoints from affecting the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.
@@ -87,10 +87,10 @@ class Registry:
             decode: turns the result of ``encode`` back into an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
-        ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers if they are not declared.
+        ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers unless they are declared.
 
         Raises:
-            TypeError: ``cls`` is not a class, or of no such kind without both functions; or one is not callable.
+            TypeError: ``cls`` is not a class, is of no such kind and lacks a function, or a function is not callable.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):
@@ -186,7 +186,7 @@ class Types:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
         framework: ``numpy`` to return torch's types in their stored form.
-        plain: whether to return values of unknown types in their stored form, whatever the registry wants.
+        plain: whether to return values of unknown types in their stored form, whatever the registry's setting.
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made if they are declared.
 
     Raises:

@@ -25,7 +25,7 @@ def strip_prefix(*prefixes: str) -> Callable[[str], str]:
         A function that maps a key to the key without them.
 
     Raises:
-        TypeError: a prefix is not a string, or empty, or there is none.
+        TypeError: a prefix is not a string, or is empty, or no prefix is passed.
 
     Example:
         >>> import fastckpt
@@ -49,7 +49,7 @@ def check_rename(operation: str, given: Any) -> Any:
     """``rename=``: new keys by old ones, or a function of the key.
 
     Raises:
-        TypeError: it is neither of these nor None.
+        TypeError: ``given`` is neither of these nor None.
     """
     if isinstance(given, Mapping):
         if not all(isinstance(text, str) for pair in given.items() for text in pair):
@@ -69,7 +69,7 @@ class Renaming:
     def __init__(self, rename: Any) -> None:
         self._rename = rename
         self._seen: set[str] = set()
-        #: Whether it can change any key.
+        #: Whether ``rename`` can change any key.
         self.changes = rename is not None
 
     def _new(self, key: str) -> str:
@@ -94,7 +94,7 @@ class Renaming:
         """
         out = list(tokens)
         ends = ends_of(tokens)
-        # The positions of values whose keys may change, and whether they may also keep them.
+        # The positions of values whose keys may change, and whether keys may also stay.
         todo = [(0, False)]
         while todo:
             position, lenient = todo.pop()

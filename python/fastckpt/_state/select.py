@@ -90,10 +90,10 @@ class _Frame:
 
 
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
-    """The position of every value, composed values before their parts, and of every tensor in a key, in order.
+    """The positions of all values (composed values before their parts) and of all tensors in keys, in order.
 
     Composed tensors are included. Each comes with the enclosing values, with their current keys, and whether the tensor
-    is in that key. Without ``items`` plain values are skipped, except those of mappings.
+    is in that key. Without ``items``, plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -195,7 +195,7 @@ def _plain(token: Token) -> Any:
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
     """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not determine it.
 
-    It is also None if names and keys down to it have more than ``most`` characters.
+    The name is also None if names and keys down to the tensor have more than ``most`` characters.
     """
     for frame in stack:
         part = part_of(frame.key)
@@ -210,7 +210,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
 
     A place of a tied tensor has the name of its key path, unless a tensor is stored under that, or the keys do not
     determine it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
-    has the stored name, the first gets it; and so does the only place of a tensor.
+    has the stored name, the first place gets it; so does the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
@@ -314,7 +314,7 @@ def leaves(tokens: list[Token]) -> set[int]:
 
 
 def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
-    """The positions ``wanted`` without ``unwanted``; a composed value goes whole with any of its parts."""
+    """The positions ``wanted`` without ``unwanted``; a composed value is removed whole if any of its parts is."""
     left = wanted - unwanted
     ends = ends_of(tokens)
     position = 0
@@ -379,7 +379,7 @@ def prune(
     hole: Token = None,
     closed: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Token], list[int]]:
-    """Keep the parents of the positions ``wanted``, which :func:`named` yields.
+    """Keep only the values at the positions ``wanted``, which :func:`named` yields, and their parents.
 
     Containers lose every item that does not lead there; a composed value (a sparse tensor, a registered object) stays
     whole.
@@ -387,8 +387,8 @@ def prune(
     Args:
         tokens: the structure.
         wanted: the positions.
-        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
-        closed: the ranges of ``tokens`` in which lists close up anyway.
+        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close gaps.
+        closed: the ranges of ``tokens`` in which lists close up even with ``hole``.
 
     Returns:
         The tokens left, and for each its position in ``tokens``: -1 for a hole.

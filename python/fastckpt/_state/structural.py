@@ -37,7 +37,7 @@ class Codec(NamedTuple):
 
     ``decode`` accepts the result of ``encode``: the value and the attributes. It raises Undecodable if the class does
     not fit, and any other error if the file is malformed. With ``spares`` a save leaves out attributes that cannot be
-    stored, with a warning. With ``shallow`` its parts are not examined.
+    stored, with a warning. With ``shallow``, the parts of the value are not examined.
     """
 
     cls: type
@@ -191,7 +191,7 @@ def _attributes(value: Any, but: Container[Any] = ()) -> dict[str, Any] | None:
                 found[slot.__name__] = slot.__get__(value)
     own = own_dict(value)
     if own is value:
-        # A dict that is its own attribute dictionary, so that its keys are attributes.
+        # The value is a dict that is its own attribute dictionary, so that its keys are attributes.
         found[_ITSELF] = None
     elif own:
         found.update(_checked(cls, {name: part for name, part in own.items() if name not in but}))

@@ -30,7 +30,7 @@ Token: TypeAlias = Any
 #: Builds a value from its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The most digits of an integer of 64 bits; fastckpt writes no longer ones.
+#: The most digits of an integer of 64 bits; fastckpt writes no longer integers.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
@@ -52,7 +52,7 @@ class Builder(Protocol):
         """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
-        """The stored form of a type with a name, and its attributes, if it has any."""
+        """A value of a named type, from its stored form and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         """The time zone of a date and time or of a time of day; ValueError if ``value`` is no time zone."""
@@ -178,7 +178,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _with_plain(maker: Finish, every: int) -> Finish:
-    """``maker``, where each ``every``-th part must be hashable, and may be of an unknown type."""
+    """A variant of ``maker``: each ``every``-th part must be hashable, and may be of an unknown type."""
 
     def make(parts: list[Any]) -> Any:
         skipped = len(parts) % every

@@ -42,7 +42,7 @@ EXACT = 2**53
 LONG_BYTES = 4096
 #: Python refuses to convert more decimal digits than this to an integer.
 _DIGITS = 4300
-# Compiled at their first use, so that the import stays fast.
+# Patterns are compiled at their first use, so that the import stays fast.
 _DECIMAL = r"-?[0-9]{1,4300}"
 _HEX = r"-?0x[0-9a-f]+"
 _PAIR = r"[\ud800-\udbff][\udc00-\udfff]"
@@ -156,7 +156,7 @@ ENCODERS: dict[type, Callable[[Any], str]] = {
 }
 
 
-#: Every type in the structure itself, except torch's and those of paths.
+#: Every type in the structure itself, except torch's types and the types of paths.
 PLAIN = frozenset(
     (
         *ENCODERS,
@@ -255,7 +255,7 @@ DECODERS: dict[str, Callable[[list[Any]], Any]] = {
 
 def zone(value: Any) -> dt.tzinfo | None:
     """``value``, which must be a time zone (of any type, if it is registered) or None."""
-    # Not isinstance, which calls code of the value.
+    # isinstance would call code of the value.
     kind: type = type(value)
     if value is not None and not issubclass(kind, dt.tzinfo):
         raise ValueError("not a time zone")
@@ -267,12 +267,12 @@ Zone: TypeAlias = Callable[[Any], "dt.tzinfo | None"]
 
 
 def decode_datetime(token: list[Any], zone_of: Zone, parts: list[Any]) -> dt.datetime:
-    """A date and time, its time zone in ``parts``."""
+    """A date and time, with its time zone in ``parts``."""
     year, month, day, hour, minute, second, microsecond, fold = integers(_argument(token), 8)
     return dt.datetime(year, month, day, hour, minute, second, microsecond, tzinfo=zone_of(parts[0]), fold=fold)
 
 
 def decode_time(token: list[Any], zone_of: Zone, parts: list[Any]) -> dt.time:
-    """A time of day, its time zone in ``parts``."""
+    """A time of day, with its time zone in ``parts``."""
     hour, minute, second, microsecond, fold = integers(_argument(token), 5)
     return dt.time(hour, minute, second, microsecond, tzinfo=zone_of(parts[0]), fold=fold)

@@ -81,7 +81,7 @@ class StoredFiles:
         return None if found is None else found.nbytes
 
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, Any]:
-        """``nbytes`` of a file from ``start`` on, by one request; fewer if it ends before.
+        """``nbytes`` of a file from ``start`` on, by one request; fewer if the file ends earlier.
 
         Returns:
             Their address, their number, and the object that keeps them alive.
@@ -90,7 +90,7 @@ class StoredFiles:
         return address_of(data), len(data), data
 
     def array(self, name: str, start: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The same as a read-only array."""
+        """Read as :meth:`read` does, into a read-only array."""
         found = self._objects.read(self._listed().name_of(name), start, nbytes)
         return np.frombuffer(found, np.uint8) if len(found) else np.empty(0, np.uint8)
 
@@ -107,7 +107,7 @@ class StoredFiles:
         raise ValueError(f"`{self.path_of(name)}` is in an object store, and cannot be mapped")
 
     def _listed(self) -> Layout:
-        """One listing instead of a request for each shard."""
+        """The layout, from one listing instead of a request for each shard."""
         with self._lock:
             if self._layout is None:
                 self._layout = Layout(self._seal or b"", self._objects.sizes())

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 def folder_of(manifest: bytes) -> str:
-    """The folder of a save, by the beginning of its manifest; empty if that is damaged."""
+    """The folder of a save, from the beginning of its manifest; empty if the manifest is damaged."""
     return own_checksum(manifest) or ""
 
 
@@ -47,7 +47,7 @@ class Layout:
     """The files of one checkpoint, by their names.
 
     Args:
-        manifest: its manifest, or the beginning of it.
+        manifest: the manifest of the checkpoint, or its beginning.
         sizes: all objects below the URL, with their sizes in bytes.
     """
 
@@ -63,7 +63,7 @@ class Layout:
                 self.files.setdefault(name, Stored(name, nbytes))
 
     def name_of(self, file: str) -> str:
-        """The object that holds a file, or would."""
+        """The object that holds, or would hold, a file."""
         found = self.files.get(file)
         if found is not None:
             return found.name
@@ -85,14 +85,14 @@ def sums_of(objects: Objects, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[str]:
-    """The objects that fastckpt uploaded for another save than the one with this manifest.
+    """The objects that fastckpt uploaded for saves other than the one with this manifest.
 
     An earlier save or an interrupted copy left them. Objects of other programs have no checksum stored with them.
 
     Args:
         objects: the objects below the URL of the checkpoint.
-        names: its objects.
-        manifest: that of the save that stays; empty if none does.
+        names: the objects of the checkpoint.
+        manifest: the manifest of the save that stays; empty if none does.
     """
     folder = folder_of(manifest)
     others = [name for name in names if (_in_folder(name) and name[:16] != folder) or not manifest]

@@ -186,7 +186,7 @@ class Objects:
             except FileNotFoundError:
                 raise
             except Exception as error:
-                # A range that begins after the end is a different error in each store; all mention the range.
+                # Each store reports a range that begins after the end in its own way, but all mention the range.
                 if "range" in str(error).lower() and obstore.head(self._store, self._key(name))["size"] <= start:
                     return b""
                 raise
@@ -257,11 +257,11 @@ class Objects:
 
         Args:
             name: the object.
-            chunks: its content, one buffer after another. None is used after the next is requested. Their errors are
-                raised here, and the object is not made.
+            chunks: the content, one buffer after another. No buffer is used after the next is requested. Their errors
+                are raised here, and the object is not made.
             size: bytes in all.
             crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be stored with the object for
-                :meth:`sum_of`; it is not checked here. None for none.
+                :meth:`sum_of`; it is not checked here. None to store none.
 
         Raises:
             ValueError: there are more or fewer bytes than ``size``; the object is not made.
@@ -300,7 +300,7 @@ class Objects:
             before: the result of :meth:`read_version`.
 
         Raises:
-            FileExistsError: another object than ``before`` is there, or none; nothing was changed.
+            FileExistsError: an object other than ``before`` is there, or no object; nothing was changed.
         """
         import obstore  # noqa: PLC0415
 
@@ -348,7 +348,7 @@ class Objects:
         return about["last_modified"]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; missing ones are ignored. The order among them is the store's."""
+        """Remove objects; missing ones are ignored. The store chooses the order."""
         import obstore  # noqa: PLC0415
 
         keys = [self._key(name) for name in names]

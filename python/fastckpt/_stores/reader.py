@@ -13,7 +13,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
         operation: the name of the operation, for messages.
         place: the checkpoint's directory or URL.
         keep: whether its shards stay open, as for ``_core.Reader``; objects cannot.
-        manifest: its manifest, if another process has read it.
+        manifest: the manifest of the checkpoint, if another process has read it.
 
     Raises:
         ImportError: ``place`` is a URL, and the package obstore is missing.
@@ -22,7 +22,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
     """
     files = None
     if is_url(place):
-        # Only for a URL: the client is an optional package.
+        # Import this only for a URL: the client is an optional package.
         from .files import StoredFiles  # noqa: PLC0415
         from .objects import Objects  # noqa: PLC0415
 

@@ -22,14 +22,14 @@ def place_of(operation: str, path: AnyPath) -> str:
     The result for a URL has its scheme in lower case, two slashes, and none at the end; for ``file://`` it is a path.
 
     Raises:
-        TypeError: it is neither str, bytes nor os.PathLike.
-        ValueError: it is empty, or a URL that names no store or an unknown store.
+        TypeError: ``path`` is neither str, bytes nor os.PathLike.
+        ValueError: ``path`` is empty, or a URL that names no store or an unknown store.
     """
     text = text_of(operation, path)
     if not is_url(text):
         return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
     found = _parts(text)
-    assert found is not None  # noqa: S101 - is_url said so
+    assert found is not None  # noqa: S101 - is_url has matched it
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
         # Only a host may come between the second and the third slash, and only this machine is accepted.

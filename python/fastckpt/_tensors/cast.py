@@ -54,8 +54,8 @@ class Cast:
 
         Args:
             start: the offset of the range in the stored tensor.
-            address: its place in memory.
-            nbytes: its size.
+            address: the place of the range in memory.
+            nbytes: the size of the range.
             move: without an address, called with converted elements, in separate memory, and their offset in the
                 converted tensor.
         """

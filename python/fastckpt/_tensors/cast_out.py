@@ -31,10 +31,10 @@ class Loss:
 
     def __init__(self) -> None:
         self._is_certain = False
-        #: Tensors of one element on a device: whether a part had these numbers.
+        #: Tensors of one element on a device, which show whether a part had numbers out of range.
         self._flags: list[Any] = []
 
-    def note(self, found: bool) -> None:  # noqa: FBT001 - the one thing it says
+    def note(self, found: bool) -> None:  # noqa: FBT001 - it is the only argument
         """Record whether numbers out of range were found."""
         if found:
             self._is_certain = True
@@ -44,7 +44,7 @@ class Loss:
         self._flags.append(flag)
 
     def happened(self) -> bool:
-        """Whether any was found; call it after all copies have ended."""
+        """Whether numbers out of range were found; call it after all copies have ended."""
         flags, self._flags = self._flags, []
         for flag in flags:
             self.note(bool(flag))
@@ -59,7 +59,7 @@ class Recast(NamedTuple):
         logical: the name that the user sees, if it differs.
         size: bytes of an element.
         mover: copies the elements.
-        loss: notes what is lost.
+        loss: records whether numbers were out of range.
     """
 
     dtype: str
@@ -116,7 +116,7 @@ class CastDownload(_device.Download):
         value: the tensor.
         dtype: a ``torch.dtype``.
         lost: whether a part has numbers outside the dtype's range, as a tensor of one element; None if none can.
-        loss: notes what is lost.
+        loss: records whether numbers were out of range.
     """
 
     __slots__ = ("_dtype", "_loss", "_lost")
@@ -124,7 +124,7 @@ class CastDownload(_device.Download):
     def __init__(
         self, torch: ModuleType, value: Any, dtype: Any, lost: Callable[[Any], Any] | None, loss: Loss
     ) -> None:
-        # Not the conversion of the base class: no bytes of this tensor are stored as they are in memory.
+        # The base class's constructor is not called: no bytes of this tensor are stored as they are in memory.
         self.torch = torch
         self.raw = value
         self.flip = None
@@ -194,7 +194,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
 
 @functools.cache
 def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
-    """Detects numbers in a part of a tensor beyond the range of ``target``; None if there can be none."""
+    """A function that detects numbers beyond the range of ``target`` in a part; None if there can be none."""
     # A refused cast fails here; and not every dtype has infinities.
     keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
     torch.zeros(1, dtype=source).to(target)

@@ -43,8 +43,8 @@ class OwnPart(NamedTuple):
     Attributes:
         spread: the number of its spread, from 1 on.
         memory: the local tensor.
-        nbytes: the size of that.
-        whole: its DTensor, if any: torch counts changes on either of the two.
+        nbytes: the size of the local tensor.
+        whole: the DTensor of the local tensor, if any: torch counts changes on either of the two.
     """
 
     spread: int
@@ -98,7 +98,7 @@ Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
 
 
 class Expansion(NamedTuple):
-    """An array with strides of 0: the index that gives its base, and the token before that."""
+    """An array with strides of 0: the index that selects its base, and the token that precedes the base."""
 
     base: tuple[slice, ...]
     token: str
@@ -114,7 +114,7 @@ def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expan
 
 
 def steps(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides that matter: the base of an expanded array may have other strides than an equal array."""
+    """The strides, with 0 for sizes of 1, where the base of an expanded array may differ from an equal array."""
     if 1 not in sizes:
         return tuple(strides)
     return tuple(step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True))

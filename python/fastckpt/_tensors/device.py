@@ -6,12 +6,12 @@ after all of them. The following relies on CUDA's guarantees, and holds for ever
 
 - A stream executes its work in order. Our stream first waits for an event in the caller's stream (``ready``), so a copy
   sees the results of the work in that stream.
-- Temporary memory on the device is allocated while our stream is the current one. So torch's allocator assigns it to
+- Temporary memory on the device is allocated while our stream is the current one. torch's allocator then assigns it to
   that stream, and after it is freed reuses it only for later work of the same stream. So it may be freed as soon as its
   copy has been requested. Expandable segments change the address of this memory, not its stream.
 - A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part is
-  done: from the device after the whole copy, and to the device when the bytes have left host memory. That is correct,
-  only slower.
+  done: from the device after the whole copy, and to the device when the bytes have left host memory. This is
+  slower, but correct.
 - A copy may not cross the border of a registered range: :mod:`.pinned` cuts it there.
 
 This file does not import torch: :mod:`.torch` passes it in.
@@ -93,7 +93,7 @@ class Link:
                 )
 
     def ready(self) -> Any:
-        """An event after all work of the caller's current stream; None when the host has waited for it."""
+        """An event after all work of the caller's current stream; None if the host has waited for it."""
         with self.selected():
             if not self.has_streams:
                 self.module.synchronize(self.device)
@@ -144,7 +144,7 @@ class Link:
             return found
 
     def mark(self, stream: Any) -> Any:
-        """An event after the work of a stream; None if the device has been waited for."""
+        """An event after the work of a stream; None if the host has waited for the device."""
         if stream is None:
             self.module.synchronize(self.device)
             return None
@@ -185,7 +185,7 @@ class _Tensor:
 
 
 def _bytes(torch: ModuleType, contiguous: Any) -> Any:
-    # By stride: torch calls a tensor of one element contiguous whatever its stride is.
+    # The stride is given: torch calls a tensor of one element contiguous whatever its stride is.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
@@ -255,7 +255,7 @@ class Upload(_Tensor):
     def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
         """Parts of the tensor that make up a range, in order, each with its bytes.
 
-        They are vectors of bytes, or have whole elements of the tensor's size.
+        The parts are vectors of bytes, or have whole elements of the tensor's size.
         """
         if self.flat is not None:
             yield (self.flat if nbytes == self.nbytes else self.flat[start : start + nbytes]), nbytes
@@ -388,8 +388,8 @@ class _Run:
 def _protect(tensors: Sequence[Any], stream: Any) -> None:
     """Make torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
 
-    A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor despite references to it, as
-    sharded modules do between steps.
+    A reference does not keep it: ``untyped_storage().resize_(0)`` frees the memory of a tensor despite references to
+    it, as sharded modules do between steps.
     """
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
@@ -397,7 +397,7 @@ def _protect(tensors: Sequence[Any], stream: Any) -> None:
                 f"the memory of a tensor of {tensor.device} was freed before it was copied, as sharded modules do "
                 "between steps: call wait_staged() of the save first, or save what they hold between steps"
             )
-    # Not every allocator supports it, and not every kind of stream is a torch stream.
+    # Not every allocator supports this, and not every kind of stream is a torch stream.
     with contextlib.suppress(RuntimeError, TypeError):
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -410,9 +410,9 @@ def download(
 
     Args:
         link: the device.
-        jobs: the ranges: the tensor, and start, address and bytes.
+        jobs: for each range: the tensor, the start, the address and the bytes.
         ready: an event that the copies come after, or None.
-        outlives: whether the transfer may outlive the requesting call: then the tensors are protected.
+        outlives: whether the transfer may outlive the requesting call; if so, the tensors are protected.
     """
     torch = link.torch
 
@@ -422,7 +422,7 @@ def download(
 
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:
-                # Not every kind of device supports it, and a device may be full: then one by one.
+                # If the device does not support this, or is full, parts are copied one by one.
                 with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
                     parts, sizes = [torch.cat(parts)], [sum(sizes)]
             for part, nbytes in zip(parts, sizes, strict=True):
@@ -453,7 +453,7 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
                 data = np.array(_memory.at(address, nbytes))
                 mover.flip(data, start)
                 transfer.kept.append(data)
-                address = _memory.address_of(data)  # noqa: PLW2901 - of what is sent instead
+                address = _memory.address_of(data)  # noqa: PLW2901 - the flipped bytes are sent instead
             for part, size in mover.parts(start, nbytes):
                 run.add(part, address, size)
                 address += size  # noqa: PLW2901 - it goes on through the range

@@ -1,16 +1,16 @@
 """CRC-64/NVME (docs/format.md, 3.3) of bytes in device memory, computed there by plain operations of torch.
 
 A CRC is linear over GF(2): apart from a constant that depends only on the length, each of its 64 bits is the parity of
-some of the message's bits. So it is the product of a vector of bits and a matrix of bits, with sums modulo 2. Rows of
-256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix that moves
-each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is padded at
-its start.
+some of the message's bits. So a CRC is the product of a vector of bits and a matrix of bits, with sums modulo 2. Rows
+of 256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix that
+moves each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is
+padded at its start.
 
 Every count is exact in any type in which devices multiply: a product is 0 or 1, and a sum is at most 2048, which half
 precision represents, in any order and precision of accumulation.
 
-It needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the bits
-as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
+A CRC needs 1024 multiplications and additions per byte. The memory traffic is about 34 bytes per byte, most of it the
+bits as numbers of half precision, 16 bytes, written once and read once. So memory bounds an H200 (about 4.8 TB/s, 800
 TFLOP/s) to about 100 GB/s by this estimate. Tables of bytes instead of matrices would need as much traffic (41 bytes
 per byte), and gathers, which run at a fraction of the bandwidth.
 
@@ -135,7 +135,7 @@ def of(torch: ModuleType, data: Any) -> int:
         torch: the module.
         data: a contiguous vector of bytes (uint8) on any device, at least one.
     """
-    # Autocast chooses the type of a multiplication. Not every kind of device supports it.
+    # Autocast would choose the type of a multiplication, so it is off. Not every kind of device supports it.
     cast = torch.is_autocast_enabled(data.device.type)
     exact = torch.autocast(data.device.type, enabled=False) if cast else nullcontext()
     with torch.no_grad(), exact:
@@ -158,7 +158,7 @@ def _of_stretch(torch: ModuleType, data: Any) -> int:
 
 
 def _padded(torch: ModuleType, vector: Any, width: int) -> Any:
-    """Pad a vector that is longer than ``width`` with leading zeros, to a multiple of it."""
+    """Pad a vector that is longer than ``width`` with leading zeros, to a multiple of ``width``."""
     short = -len(vector) % width if len(vector) > width else 0
     return torch.nn.functional.pad(vector, (short, 0)) if short else vector
 

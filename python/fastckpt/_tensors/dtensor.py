@@ -1,6 +1,6 @@
 """DTensors: which ranks hold them, and this rank's local memory. Imports torch, and handles its version differences.
 
-Also ShardedTensors, which FSDP1 makes.
+It also describes ShardedTensors, which FSDP1 makes.
 
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and later became a separate class; specs have a
 ``shard_order`` since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the
@@ -92,7 +92,7 @@ class DTensors:
         self._ranks = ranks
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
-        # By identity: comparing or hashing placements runs Python for each of them.
+        # Placements are keyed by identity: comparing or hashing them runs Python for each of them.
         self._quick: dict[tuple[int, int, tuple[int, ...], bool], _Known] = {}
         self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 
@@ -169,7 +169,7 @@ def part_of_sharded(value: Any) -> Part:
     try:
         if shards:
             return Part(shards[0].tensor, of=shape, at=shards[0].metadata.shard_offsets)
-        # On the device of the other parts: ranks compare it.
+        # An empty part is on the device of the other parts, because ranks compare the device.
         placed = [shard.placement for shard in value.metadata().shards_metadata]
         device = placed[0].device().type if placed and placed[0] is not None else "cpu"
         return Part.flat(torch.empty(0, dtype=value.dtype, device=device), of=shape, start=0)

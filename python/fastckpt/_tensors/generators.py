@@ -31,7 +31,7 @@ _LIMITS = {
     "uinteger": 1 << 32,
     "has_gauss": 2,
 }
-#: A seed sequence is mixed when it is made: each word of its pool with all others.
+#: The most words of a seed sequence's pool and entropy: a new sequence mixes each word of its pool with all others.
 _POOL, _WORDS = 256, 1 << 14
 
 

@@ -142,7 +142,7 @@ class _Pages:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
-            except OSError as error:  # noqa: PERF203 - once, as a rule
+            except OSError as error:  # noqa: PERF203 - the loop usually has one turn
                 # Only locked pages are refused: the second advice works on them, except in an old kernel.
                 if error.errno != refused:
                     raise
@@ -158,8 +158,8 @@ _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
-    A process may have 65,530 mappings, and neighbours in huge and small pages are two. So smaller tensors share regions
-    of huge pages: none has an end that would need a huge page for a few bytes.
+    A process may have 65,530 mappings, and neighbours in huge and in small pages count as two. So smaller tensors share
+    regions of huge pages: none has an end that would need a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
@@ -179,13 +179,13 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
     """A new mapping in huge pages, its address, and the start of its last ``nbytes``, at a huge page.
 
     Raises:
-        OSError: there is no room, or it would be locked, and so resident at once.
+        OSError: there is no room, or the mapping would be locked, and so resident at once.
     """
     if _locked():
         raise OSError(errno.EAGAIN, "new mappings are locked in memory")
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -address_of(np.frombuffer(mapping, np.uint8)) % _HUGE_PAGE
-    # Its end is not in a huge page, unless the next mapping is adjacent. Shrinking a mapping does not move it.
+    # The mapping's end is not in a huge page, unless the next mapping is adjacent. Shrinking does not move a mapping.
     mapping.resize(start + nbytes)
     with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -98,7 +98,7 @@ class _Movers:
 
     Args:
         operation: the name of the operation, for errors.
-        movers: by number.
+        movers: the movers, by number.
         kind: the class of movers for devices.
 
     Attributes:
@@ -115,14 +115,14 @@ class _Movers:
             own: Any = mover.mover if isinstance(mover, Cast) else mover
             if isinstance(own, kind) and own.device not in links:
                 links[own.device] = _device.Link(own.torch, own.device)
-        # Check all of them first: an event recorded in a captured stream would become part of the graph.
+        # Check all devices first: an event recorded in a captured stream would become part of the graph.
         for link in links.values():
             link.refuse_capture(operation)
         self._links = {device: (link, link.ready()) for device, link in links.items()}
         self.devices: tuple[Any, ...] = tuple(links)
 
     def is_on_device(self, index: int) -> bool:
-        """Whether the bytes of that number come from or go to a device."""
+        """Whether the bytes of this number come from or go to a device."""
         return isinstance(self.movers.get(index), self._kind)
 
     def synchronize(self) -> None:
@@ -225,7 +225,7 @@ class Sources(_Movers):
         not reused before they have ended.
 
         Args:
-            ranges: of tensors on devices only.
+            ranges: ranges of tensors on devices only.
 
         Raises:
             ValueError: a tensor is in host memory.
@@ -258,8 +258,8 @@ class Sinks(_Movers):
     def drain(self, ranges: Iterable[Range]) -> None:
         """Copy ranges from host memory to their destinations. The core's callback, for any thread.
 
-        When it returns the copies have ended: the memory may be reused, and every stream sees the results, because the
-        host has waited for the copies.
+        When this returns, the copies have ended: the memory may be reused, and every stream sees the results, because
+        the host has waited for the copies.
 
         Raises:
             Exception: the failure; all copies have ended.

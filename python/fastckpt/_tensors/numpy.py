@@ -41,7 +41,7 @@ DTYPES = {name: np.dtype(text) for text, name in NAMES.items()}
 #: Plain kinds: boolean, integers, floats, complex, times, text and bytes.
 KINDS = frozenset("biufcmMSU")
 _DTYPE = (
-    # Compiled at its first use.
+    # The pattern is compiled at its first use.
     r"[<>|][biufcmMSU][0-9]{1,10}(\[[0-9]{0,10}[a-zA-Z\u03bc]{1,2}(/[0-9]{1,10})?\])?"
 )
 _PREFIX = "numpy."

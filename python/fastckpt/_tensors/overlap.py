@@ -30,7 +30,7 @@ def overlapping(targets: Iterable[tuple[str, np.ndarray[Any, Any], _Name]]) -> I
         targets: device, layout and name of each tensor that is not empty; a tie is one target.
     """
     spans = [(device, *span(memory), memory, name) for device, memory, name in targets]
-    # By device and start address: ranges that reach into the next one stay open.
+    # Targets are visited by device and start address: ranges that reach into the next one stay open.
     active: list[tuple[str, int, int, np.ndarray[Any, Any], _Name]] = []
     for each in sorted(spans, key=lambda one: one[:2]):
         device, low, _, memory, name = each

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Bytes that are registered at a time.
 PIECE = 256 << 20
-#: Registered for the contexts of all devices of the process.
+#: The flag that registers memory for the contexts of all devices of the process.
 _PORTABLE = 1
 
 logger = logging.getLogger("fastckpt")
@@ -51,7 +51,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the piece."""
         return self.end - self.begin
 
 
@@ -84,7 +84,7 @@ class _Known:
 
     def _index(self) -> None:
         known: tuple[Registration, ...] | None = None
-        # Repeated if a signal handler has run meanwhile: the lock does not stop it.
+        # The loop repeats if a signal handler has run meanwhile, which the lock does not stop.
         while known != tuple(self.live):
             known = tuple(self.live)
             pieces = sorted((piece for live in known for piece in live.pieces), key=lambda piece: piece.begin)
@@ -172,7 +172,7 @@ class Registration:
         return not self.pieces or self.pieces[-1].settled.is_set()
 
     def wait(self) -> None:
-        """Wait until that is decided."""
+        """Wait until it is known for all of the range whether it is pinned."""
         for piece in self.pieces:
             piece.settled.wait()
 
@@ -183,20 +183,20 @@ class Registration:
         try:
             threading.Thread(target=self._register, name="fastckpt-pin").start()
         except RuntimeError as error:
-            self._refuse(f"no thread could be started for it ({error})")
+            self._refuse(f"no thread could be started for pinning ({error})")
 
     def _register(self) -> None:
-        reason: str | None = "it was given up"
+        reason: str | None = "pinning was abandoned"
         try:
             with self._module.device(self._device):
                 for piece in self.pieces:
-                    # Without the lock between pieces: a close waits for one piece at most.
+                    # The lock is released between pieces: a close waits for one piece at most.
                     with self._busy:
                         reason = self._pin(piece)
                     if reason is not None:
                         break
                     piece.settled.set()
-        except Exception as error:  # noqa: BLE001 - it is told, and copies do without
+        except Exception as error:  # noqa: BLE001 - the report has it, and copies need no pinning
             reason = str(error)
         finally:
             if reason is not None:
@@ -256,7 +256,7 @@ class Registration:
                         cudart = self._module.cudart()
                         status = cudart.cudaHostUnregister(piece.begin)
                     reason = _text(cudart, status) if int(status) else None
-                except Exception as error:  # noqa: BLE001 - it is told
+                except Exception as error:  # noqa: BLE001 - it is logged
                     reason = str(error)
                 piece.is_pinned = False
                 _known.unreserve(piece.nbytes)
@@ -265,7 +265,7 @@ class Registration:
                     logger.warning("cannot unpin %d bytes of host memory: %s", piece.nbytes, reason)
 
     def forget(self) -> None:
-        """Forget all in a forked child, which has neither the memory nor the thread nor CUDA."""
+        """Forget all pieces in a forked child, which has neither the memory nor the thread nor CUDA."""
         self._is_closed = True
         self.pinned = 0
         self.pieces = []
@@ -283,13 +283,13 @@ def register(
         torch: the module.
         device: a ``torch.device``, any of that kind.
         address: the start of the memory, at a page.
-        nbytes: its size.
+        nbytes: the size of the memory.
         limit: the most bytes that this process pins, over all registrations; None for no limit. With 0 nothing is
             pinned, without a ``problem``.
         piece: bytes to register at a time, whole pages.
 
     Returns:
-        The inverse call; None for devices without registration.
+        The registration; None for devices that do not pin memory.
     """
     if not hasattr(torch.get_device_module(device), "cudart"):
         return None

@@ -35,7 +35,7 @@ class Part:
         at: for each dimension the index in the whole tensor at which ``tensor`` begins.
 
     Attributes:
-        tensor: as given.
+        tensor: the tensor that was passed.
         shape: the shape of the whole tensor.
         boxes: the elements of the whole tensor: for each box and dimension the first index, and one past the last.
             ``tensor`` has the boxes in this order, each in row-major order.

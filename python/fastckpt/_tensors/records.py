@@ -30,7 +30,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Parts:
 
 
 def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
-    """A dtype as a plain value: its string, base and shape of a sub-array, or its fields as for ``numpy.dtype``."""
+    """A dtype as a plain value: its string, a sub-array's base and shape, or its fields as for ``numpy.dtype``."""
     if depth > _DEPTH:
         raise Unsupported(f"a numpy dtype nested deeper than {_DEPTH} levels cannot be stored")
     if dtype.subdtype is not None:
@@ -111,7 +111,7 @@ def encode_array(array: Array) -> dict[str, Any]:
     size = dtype.itemsize
     if not size:
         return {"dtype": described, "data": np.empty((*array.shape, 0), np.uint8)}
-    # A view, whatever the strides: ties in memory are kept.
+    # The result is a view, whatever the strides, so that ties in memory are kept.
     return {"dtype": described, "data": array.view(np.ndarray).view(f"V{size}")[..., None].view(np.uint8)}
 
 
@@ -133,5 +133,5 @@ def decode_array(value: Any) -> Array:
 
 
 def decode_records(value: Any) -> Array:
-    """As :func:`decode_array`, for a ``numpy.recarray``, whose fields are attributes."""
+    """Like :func:`decode_array`, for a ``numpy.recarray``, whose fields are attributes."""
     return decode_array(value).view(np.recarray)

@@ -23,7 +23,7 @@ class Spread(NamedTuple):
     """The ranks of a group that hold a tensor.
 
     Attributes:
-        ranks: ascending if each has it whole, else in row-major order over the mesh; the rank of each of ``boxes``.
+        ranks: ascending if each has the tensor whole; in row-major order over a mesh; or the rank of each box.
         mesh: the size of each dimension of the mesh; empty if each of ``ranks`` has the tensor whole.
         placements: one for each dimension of the mesh.
         boxes: the explicit boxes of ranks, if any. The boxes of one rank are adjacent in its memory, which is

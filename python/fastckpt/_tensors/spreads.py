@@ -27,8 +27,8 @@ class Spreads:
         device_numbers: whether tokens of tensors on devices have the index of the device, which differs by rank.
 
     Attributes:
-        ranks: as given.
-        device_numbers: as given.
+        ranks: the argument.
+        device_numbers: the argument.
         found: the different spreads of the tensors so far; their numbers begin at 1.
     """
 
@@ -73,13 +73,13 @@ class Spreads:
             )
         if not _is_laid_out(local, boxes):
             raise Unsupported(f"its tensor has another shape, or other strides, than when {value!r} was made of it")
-        # One for each: other ranks have other boxes, and their numbers must be the same.
+        # Each Part has its own spread: other ranks have other boxes, but must use the same numbers.
         self.found.append(Spread((self._rank,) * len(boxes), boxes=boxes))
         if boxes:
             storage = local.untyped_storage()._cdata  # noqa: SLF001 - the storage of a state is alive as long as it is
             tie: Any = (storage, local.storage_offset(), local.dtype, local.stride(), value.shape, boxes)
         else:
-            # It has no memory that would distinguish it from another.
+            # An empty Part has no memory that would distinguish it from another.
             self._empty.append(owner)
             tie = id(owner)
         logical = stored.logical
@@ -108,5 +108,5 @@ def _kind(value: Any) -> str:
 def refuse_part(_: Part) -> Stored:
     """Refuse a Part in a save or load of one process."""
     raise Unsupported(
-        "a Part belongs into the state of fastckpt.distributed.save, or into= of its load, which all ranks call"
+        "a Part belongs in the state of fastckpt.distributed.save, or in into= of its load, which all ranks call"
     )

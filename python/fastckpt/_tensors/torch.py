@@ -51,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 _STORED_NAMES = {DTYPES[plain]: name for name, plain in PLAIN_NAMES.items() if plain in DTYPES}
 _QUANTIZED = {name: DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES}
 
-#: dtype: its name in the file, and the logical one if the file only has ``U8``. Quantised tensors are stored in parts.
+#: By dtype: its name in the file, and the logical one if the file has ``U8``. Quantised tensors are stored in parts.
 _STORED: dict[torch.dtype, tuple[str, str | None]] = {
     dtype: (_STORED_NAMES[dtype], None) if dtype in _STORED_NAMES else ("U8", str(dtype))
     for dtype in DTYPES.values()
@@ -128,7 +128,7 @@ def _no_address(value: Tensor) -> int:
 
 
 def _is_whole(value: Tensor) -> bool:
-    """Whether the storage of a strided tensor holds all of its elements: it can be resized below its tensors."""
+    """Whether the storage of a strided tensor holds all of its elements: a storage can be resized below its tensors."""
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     end = value.storage_offset() + reach + 1
     return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
@@ -290,7 +290,7 @@ def random_states() -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": torch.get_rng_state()}
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)
-        # A query initialises a device.
+        # A query would initialise the device.
         if module is not None and module.is_initialized():
             found[kind] = module.get_rng_state_all()
     return found
@@ -419,14 +419,14 @@ class _Flip:
 def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     """The bits in memory, and the conversion needed for a conj or neg view.
 
-    They are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
+    The bits are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
     """
     value = value.detach()
     dtype = value.dtype
     size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
     if not conjugate and not negative and not value.is_cpu and value.is_contiguous():
-        # By stride: torch calls a tensor of one element contiguous whatever its stride is.
+        # The stride is given: torch calls a tensor of one element contiguous whatever its stride is.
         return value.as_strided((value.numel(),), (1,)).view(torch.uint8), None
     if negative:
         value = torch._neg_view(value)
@@ -456,7 +456,7 @@ def mover_out(value: Tensor) -> Mover:
         return _device.Download(torch, raw, flip)
 
     def copy(index: Index, contiguous: Bytes) -> None:
-        # With numpy: torch would use all of its own threads, whatever the caller's budget.
+        # Use numpy: torch would use all of its own threads, whatever the caller's budget.
         part = _sub(raw, index).numpy()
         _memory.copy_strided(contiguous.view(part.dtype).reshape(part.shape), part)
         if flip is not None:
@@ -505,7 +505,7 @@ def pin(
     for device in devices:
         found = _pinned.register(torch, device, address, nbytes, limit, piece or _pinned.PIECE)
         if found is not None:
-            return found  # it is for all
+            return found  # the registration is for all devices
     return None
 
 
@@ -707,7 +707,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     expected = shape if pack is None else (-(-math.prod(shape) // pack),)
     (stored,) = _tensors([stored])
     home = stored.device
-    # It is assembled in host memory, which supports every kind.
+    # The tensor is assembled in host memory, which supports every kind.
     stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
         raise ValueError("stored integers that do not fit")
