@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: Besides the tensors: headers and manifest; interpreter, staging buffers and rings of a rank.
+#: Bytes beside the tensors: on disk headers and manifest; in memory interpreter, staging buffers and rings of a rank.
 _FILES = 4 << 20
 _PROCESS = 160 << 20
 
@@ -45,7 +45,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     on_disk = total + _FILES * ranks
-    # Some file systems do not report it (ramfs, some of FUSE).
+    # Some file systems do not report their size (ramfs, some FUSE ones).
     if status.f_blocks and on_disk > free:
         raise ValueError(f"{what} need {size(on_disk)} there, where {size(free)} are free: {_less(free, total, ranks)}")
     available = limits.memory()["available_bytes"]

@@ -43,7 +43,7 @@ _DTYPE_OF_STORAGE = {
 
 
 class Record:
-    """Stands for an object of torch: it has the attributes, and does nothing."""
+    """A stand-in for an object of torch, which has its attributes and does nothing."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -61,12 +61,12 @@ class Record:
 
 
 def _kind(name: str) -> type[Record]:
-    # Nothing can be set on it: its __setstate__ is found, but lacks an argument.
+    # A pickle can set nothing on the class: its __setstate__ is found, but lacks an argument.
     return type(name, (Record,), {"__slots__": ()})
 
 
 class Recorder:
-    """Stands for a function or a class that a pickle calls.
+    """A stand-in for a function or a class that a pickle calls.
 
     Args:
         make: the function that is called with checked arguments.
@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Recorder(_encode),
 }
 _NUMBERS = (int, float)
-#: A number is not a valid argument of bytes: it would be their length.
+#: A number is not a valid argument of ``bytes``: it would be the length of the result.
 _BUILT_IN = {
     "set": _taking(set, list, tuple),
     "frozenset": _taking(frozenset, list, tuple),
@@ -379,7 +379,7 @@ _UNITS = frozenset({b"generic", *(unit.encode() for unit in ("Y", "M", "W", "D",
 
 
 class _Dtype:
-    """Stands for a plain dtype of numpy: its code, its byte order and the unit of a time."""
+    """A stand-in for a plain dtype of numpy: its code, its byte order and the unit of a time."""
 
     __slots__ = ("code", "order", "unit")
 
@@ -447,7 +447,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
 
 
 class _View(io.RawIOBase):
-    """An array as a file."""
+    """Return an array as a file."""
 
     def __init__(self, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Queries the CUDA driver in another process: it may hang, and this one should not hold a context."""
+"""Queries the CUDA driver in a child process: the driver may hang, and this process should not hold a context."""
 
 from __future__ import annotations
 

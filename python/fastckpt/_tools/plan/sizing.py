@@ -52,7 +52,7 @@ class Contents:
         return round(self.weights + self.optimizer)
 
     def scaled(self, size: int) -> Contents:
-        """The same proportions in ``size`` bytes."""
+        """The same contents, scaled to ``size`` bytes."""
         by = size / (self.weights + self.optimizer)
         parts = (self.weights, self.optimizer, self.expert_weights, self.expert_optimizer)
         return Contents(*(by * part for part in parts))
