@@ -3,8 +3,8 @@
 All facts are in the checkpoint's own metadata. Reading them opens its manifest, so they are cached in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry counts only while the checkpoint is the same one, by
 :meth:`.directory.Directory.identity`. Without the file, or with a damaged one, all facts are read again from the
-checkpoints. The file also has the place of the last save, so that its branch is followed even if its checkpoint has
-lost its manifest.
+checkpoints. The file also has the place of the last save in the lineage, so that its branch is followed even if its
+checkpoint has lost its manifest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Catalogue:
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
-        """The place of the last save."""
+        """The place of the last save in the lineage."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
     def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
@@ -115,10 +115,10 @@ class Catalogue:
 
     @contextlib.contextmanager
     def going_back(self, place: Lineage, *, needed: bool) -> Iterator[None]:
-        """A context that records that the run goes back, unless it raises. Until the next save nothing else does.
+        """A context that records that the run goes back, unless it raises. Until the next save, only this is a record.
 
         Raises:
-            OSError: it cannot be recorded durably, and that is ``needed``.
+            OSError: the record cannot be made durable, and is ``needed``.
         """
         before = self.last
         try:

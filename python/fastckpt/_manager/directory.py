@@ -157,7 +157,7 @@ class Directory:
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
                 sync(inside)
             sync(self.path)
-        # A pin that is set at this moment stays.
+        # If the checkpoint is pinned at this moment, the pin stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
 
@@ -186,7 +186,7 @@ class Directory:
             except BaseException as error:
                 with contextlib.suppress(OSError):
                     new.unlink()
-                # Another manager may have swept it.
+                # Another manager may have removed the temporary file in a sweep.
                 if isinstance(error, FileNotFoundError) and turn < _TURNS - 1:
                     continue
                 raise
@@ -213,7 +213,7 @@ class Directory:
     def sweep(self) -> None:
         """Remove files left by a process that was killed within :meth:`replace`.
 
-        That needs no proof: a live writer writes the file again.
+        No proof is needed that the writer is dead: a live one writes the file again.
         """
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -222,7 +222,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove leftovers of killed copies of steps that, by ``is_over``, no process continues.
+        """Sweep, and remove leftovers of killed copies of the steps for which ``is_over``: no process continues them.
 
         Raises:
             OSError: the directory cannot be read.
@@ -232,8 +232,8 @@ class Directory:
             step = self.names.step_of(one.checkpoint)
             # The leftover of a copy names no host.
             if not one.host and one.state == "dead" and step is not None and is_over(step):
-                with contextlib.suppress(FileNotFoundError):  # another manager was first
+                with contextlib.suppress(FileNotFoundError):  # another manager has removed it
                     remove_leftover(self.path, one.name)
 
     def forget(self, step: int) -> None:
-        """Do nothing: no process continues the copy of a step, and :meth:`sweep_copies` finds its leftovers."""
+        """Do nothing: :meth:`sweep_copies` finds the leftovers of a copy that no process continues."""

@@ -38,7 +38,7 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, at first and at most.
 _FIRST, _MOST = 1.0, 60.0
-#: Seconds between two checks of a waiter for something more urgent.
+#: Seconds between two checks of a waiting call whether something more urgent has come.
 _LOOK = 0.1
 
 #: Drains whose thread is running, or must run before the process ends.
@@ -47,7 +47,7 @@ _ending = False
 
 
 def _at_end() -> None:
-    """The main thread has ended: wait for the drains."""
+    """Wait for the drains after the main thread has ended."""
     global _ending  # noqa: PLW0603 - once a process
     _ending = True
     for drain in tuple(_running):
@@ -56,7 +56,7 @@ def _at_end() -> None:
 
 
 # The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
-# registered here run before that, the last one first. Without this hook, the next run copies waiting steps.
+# registered here run before that, the last one first. Without this hook, waiting steps are left to the next run.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork

@@ -26,7 +26,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         what: in words.
-        is_foreign: whether it was one of another program.
+        is_foreign: whether it is a trace of another program's run.
     """
 
     what: str

@@ -3,7 +3,7 @@
 On file systems whose locks do not reach other machines, no process may remove the leftovers of another machine's save,
 and each node that is lost during a save leaves a whole checkpoint. A manager relies on its own observation: a workspace
 that has not changed between two checks, further apart than the longest pause of a save, has no writer. Neither the
-clock of another machine nor the age of a file counts. If a writer is alive anyway, only its save fails.
+clock of another machine nor the age of a file counts. If the writer is alive after all, only its save fails.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Leftovers:
             logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
 
     def _look(self) -> tuple[list[Leftover], set[str]]:
-        """Leftovers whose writers may run, and the names of checkpoints that have an old one moved aside."""
+        """Leftovers whose writers may run, and the names of checkpoints whose old contents were moved aside."""
         found = leftovers(self._directory.path)
         unsure = [
             one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None

@@ -58,7 +58,7 @@ class Manager:
 
     Args:
         directory: the directory of the checkpoints. The first save makes it.
-        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
+        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default group, or a
             :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; without an initialised
             group, only this process. ``"alone"``: only this process, whatever groups exist.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
@@ -155,7 +155,7 @@ class Manager:
         *,
         asynchronous: bool,
     ) -> None:
-        """Make the parts. Each refers to some of the parts before it, and to none after it."""
+        """Make the parts of the manager. Each part refers only to parts that are made before it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
         timing, leftovers = StepTiming(), Leftovers(local.place)
         signals = self._signals = Signals(shared=ranks.size > 1)
@@ -217,7 +217,7 @@ class Manager:
     ) -> bool:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
-        In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
+        In the background, this returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
         is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
         After a signal, the step is saved at once, within the grace period, and then the signal is passed on.
 
@@ -252,8 +252,8 @@ class Manager:
         """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
         After a signal of ``save_on_signal`` it waits at most for the grace period, then abandons the save. It does not
-        wait for copies, which continue. In a job of several ranks all of them call it, and it returns when this is true
-        on all.
+        wait for copies then; they continue. In a job, all ranks call it, and it returns when all of this is true on
+        all ranks.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
@@ -262,7 +262,7 @@ class Manager:
             The report of the last save that became durable, or None.
 
         Raises:
-            TimeoutError: it has not finished in time; it continues.
+            TimeoutError: the work has not finished in time; it continues.
             CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
             Exception: the last save failed; or a step is not at the remote tier, after another failed attempt.
@@ -300,10 +300,10 @@ class Manager:
         self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
 
     def save_on(self, *, notice: Callable[[], object]) -> None:
-        """Save at each boundary at which ``notice`` has news: for a scheduler that is polled and sends no signal.
+        """Save at each boundary at which ``notice`` returns a new result: for a scheduler that sends no signal.
 
-        It is called once at each boundary, on all ranks. Each new true result saves that step, whatever the policies
-        decide. Training continues until the scheduler ends it.
+        ``notice`` is called once at each boundary, on all ranks. Each new true result saves that step, whatever the
+        policies decide. Training continues until the scheduler ends it.
 
         Args:
             notice: the function to call, such as ``ray.train.get_preemption_info``. It must return the same on all
@@ -379,8 +379,8 @@ class Manager:
         step are loaded by their number only. A newer checkpoint that cannot be loaded is skipped with a warning that
         names the reason; it stays, and does not count as kept. A format that this release does not read is an error.
 
-        With a remote tier, missing or damaged checkpoints are fetched from there, and then loaded from the directory;
-        or from the remote tier if the directory has no room.
+        With a remote tier, missing or damaged checkpoints are fetched from there and loaded from the directory, or, if
+        the directory has no room, loaded from the remote tier.
 
         Args:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
@@ -409,7 +409,7 @@ class Manager:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
-        # Now, not only when there is something to load.
+        # Check the options now, not only when there is something to load.
         LoadSettings.of("restore", options)
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
@@ -592,7 +592,7 @@ class Manager:
         # Checkpoints pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         with contextlib.ExitStack() as stack:
-            # The directory may not exist, or be full.
+            # The directory may not exist, or may be full.
             stack.enter_context(self._catalogue.going_back(place, needed=remote is None))
             if self._drain is not None:
                 stack.enter_context(self._drain.going_back(step, from_here=found.path == self.path(step)))

@@ -17,8 +17,8 @@ class Schedule:
     """The policies of ``save_when=``.
 
     Args:
-        policies: one of them is enough; without any, every step is wanted.
-        timing: measures for them.
+        policies: a step is wanted if one of them wants it; without any, every step is wanted.
+        timing: measures for the policies.
 
     Attributes:
         may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time also

@@ -39,7 +39,7 @@ class Ranks:
         self._processes: list[SpawnProcess] = []
 
     def start(self) -> None:
-        """Start the processes; each has its state on return. The caller must :meth:`close` them, even after an error."""
+        """Start the processes; each has its state on return. The caller must :meth:`close` them even after an error."""
         # Not "fork": a lock that another thread of the parent holds would stay locked in the child forever.
         context = multiprocessing.get_context("spawn")
         # Ctrl-C must not reach the ranks while they import: they start with SIGINT blocked.

@@ -93,8 +93,8 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # Write more each time, until it takes long enough. The first time alone proves little: another process's sync may
-        # slow it down.
+        # Write more each time, until it takes long enough. The first time alone proves little: a sync by another
+        # process may slow it down.
         size = _LEAST
         for turn in itertools.count():
             if allocate:
