@@ -217,7 +217,7 @@ class Manager:
     ) -> bool:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
-        In the background, this returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
+        In the background, it returns when the state may change, like :func:`fastckpt.save_async`. When the checkpoint
         is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
         After a signal, the step is saved at once, within the grace period, and then the signal is passed on.
 

@@ -111,7 +111,7 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """Work after a copy to this tier is whole: update ``latest``, copy the pin, remove old checkpoints and leftovers.
+        """Work after a copy to this tier: update ``latest``, copy the pin, remove older checkpoints and leftovers.
 
         The step had this ``number`` in the queue, and ``was_there`` if nothing had to be copied. One that ``waits``
         must still be copied. A checkpoint that the run has left does not count as the newest for retention.

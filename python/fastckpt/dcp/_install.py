@@ -1,7 +1,7 @@
-"""fastckpt's writer and reader in place of torch's, for programs that name torch's.
+"""Puts fastckpt's writer and reader in the place of torch's, for programs that name torch's classes.
 
-torch's classes stay unchanged, by whatever name they were imported; but a call of one makes another object. Derived
-classes are not affected.
+torch's classes stay the same objects, by whatever name they were imported; but a call of one makes another object.
+Derived classes are not affected.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def install(**options: Any) -> Installation:
     It is for accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From
     now on a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
     whatever name they were imported. torch still reads directories that it wrote. Classes derived from torch's, and
-    writers with extensions or of another serialization format, stay unchanged.
+    writers with extensions or of another serialization format, stay as they are.
 
     The arguments of torch's writer about how its files are written have no effect; ``overwrite`` has.
 
@@ -112,7 +112,7 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
-    # Their classes raise their own errors.
+    # Both classes raise errors for wrong options.
     Writer(None, **options)
     Reader(None, **_for_readers(options))
     _prepare()
@@ -149,9 +149,9 @@ def _answer(torchs: Any, make: Any) -> None:
 
 
 def _make_writers_here(executor: Any) -> None:
-    """Make the writer of an asynchronous save with only a path when the save begins, not where it is needed.
+    """For an asynchronous save with only a path, make the writer when the save begins, not where it is used.
 
-    It is needed in another process, where nothing is installed, or in a thread, after the installation may have ended.
+    It is used in another process, where nothing is installed, or in a thread, when the installation may have ended.
     """
 
     def execute_save(options: dict[str, Any], torchs: Any, *args: Any, **kwargs: Any) -> Any:

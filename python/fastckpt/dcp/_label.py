@@ -17,8 +17,8 @@ _here = threading.local()
 class Label(str):
     """A label in the ``storage_data`` of a plan.
 
-    The thread that unpickles it records it: a planner that keeps plans for later saves drops the new label, and returns
-    a plan with the label of an earlier save.
+    The thread that unpickles a label records it, because a planner that keeps plans for later saves drops the new label
+    and returns a plan with the label of an earlier save.
     """
 
     __slots__ = ()
@@ -33,7 +33,7 @@ def _received(text: str) -> Label:
 
 
 def forget() -> None:
-    """Begin a save or a load in this thread."""
+    """Forget the label of an earlier call, because a save or a load begins in this thread."""
     _here.label = None
 
 

@@ -1,4 +1,4 @@
-"""The reader for torch.distributed.checkpoint: checkpoints of fastckpt into any state, by boxes."""
+"""The reader for torch.distributed.checkpoint, which reads checkpoints of fastckpt into any state by boxes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Reader(_torch.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """Begin the load on this rank. The opened checkpoint is kept."""
+        """Begin the load on this rank; the checkpoint stays open."""
         forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
@@ -251,7 +251,7 @@ class _Opened:
         self.reader = _core.Reader(path, keep=True)
         self.stored = self.reader.tensors()
         self.tokens: list[Token] = parse(self.reader.structure())
-        # Types are looked up only in the loaded part.
+        # Types are resolved later, only in the part that is loaded.
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")

@@ -49,7 +49,7 @@ class Stager:
         return made
 
     def synchronize_staging(self) -> None:
-        """Do nothing: the copy is done."""
+        """Do nothing: the copy was complete when :meth:`stage` returned."""
 
     def close(self) -> None:
         """Do nothing: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
@@ -74,7 +74,7 @@ class _Lease:
 
 
 class _Copier:
-    """One copy."""
+    """Makes one copy of a state."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -104,7 +104,7 @@ class _Copier:
                 todo.extend(one)
 
     def prepare(self) -> None:
-        """Take the memory."""
+        """Take memory for the measured bytes."""
         if not self.nbytes:
             return
         self.lease = _Lease(host_memory.take(self.nbytes))

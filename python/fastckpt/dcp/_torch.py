@@ -47,7 +47,7 @@ _SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has this value."""
+    """Return a completed future that has this value."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
