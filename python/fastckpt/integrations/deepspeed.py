@@ -122,7 +122,7 @@ def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
 def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
     """This process's part, perhaps empty, of each parameter of the optimizer, in the order of its groups.
 
-    Yields name, group number, weights, the optimizer's flat tensor, and a function that makes the part in such a tensor.
+    Yields name, group number, weights, the optimizer's flat tensor, and a function that makes the part in such a one.
     """
     optimizer = engine.optimizer
     groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])

@@ -230,7 +230,7 @@ class CheckpointIO(TorchCheckpointIO):
         self._tidy()
 
     def _tidy(self, _: Any = None) -> None:
-        """Forget durable saves, and remove the paths after them in the queue; called in the thread of a save that ends."""
+        """Forget durable saves, and remove the paths queued after them. The thread of a save that ends calls this."""
         with self._lock:
             while self._queue and ((save := self._queue[0][0]) is None or save.progress().phase == "done"):
                 path = Path(self._queue[0][1])

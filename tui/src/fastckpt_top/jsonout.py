@@ -1,7 +1,7 @@
 """JSON lines: one schema (schema.json) for --json, --record and --replay.
 
-A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`: in base
-units, null if unknown) and those for a replay (`procs`: the counters as they were in the segments, as arrays in the
+A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`, in base
+units, null if unknown) and those for a replay (`procs`, the counters as they were in the segments, as arrays in the
 order of docs/telemetry.md). Within `fastckpt-top/1` keys and array elements are only ever added.
 """
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 _FIELDS: Final[dict[type, dict[str, Any]]] = {
     kind: {one.name: one.default for one in fields(kind)} for kind in (Header, Process, Operation, Thread, History)
 }
-"""Name and default, whose type all its values have, of each field."""
+"""For each field, its name and its default; all values of the field have the type of the default."""
 
 
 def header_line(model: Model) -> Json:
@@ -115,7 +115,7 @@ class JsonWriter:
     """Writes ticks to a stream, a header first.
 
     Args:
-        out: The stream; flushed after each line.
+        out: The stream, which is flushed after each line.
         header: Whether to write the header line.
     """
 
@@ -150,7 +150,7 @@ def proc_values(
     Raises:
         KeyError: An entry is missing.
         TypeError: A value has the wrong type, or an array is too short.
-        ValueError: A number is none.
+        ValueError: A value is no number.
         OverflowError: A number is infinite.
     """
     key = _text(proc["key"])

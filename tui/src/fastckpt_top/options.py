@@ -149,7 +149,7 @@ def _target(word: str) -> targets.Target:
 
 
 def _number(low: float, high: float, what: str, units: Mapping[str, float] = _PLAIN) -> Callable[[str], float]:
-    """Reads a number, and its unit, between two others."""
+    """Reads a number with or without a unit, which must be between two limits."""
 
     def parse(word: str) -> float:
         try:

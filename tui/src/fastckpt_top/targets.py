@@ -15,7 +15,7 @@ _UNITS: Final = {
     **{f"{letter}ib/s": 1024.0**power for power, letter in enumerate("kmgt", 1)},
 }
 _LEAST_BARE: Final = 1e4
-"""A number below this, without a unit, is an error: another unit is meant."""
+"""A number below this without a unit is an error, because another unit must be meant."""
 
 DEFAULT_TIER: Final = "light"
 TIERS: Final[dict[str, tuple[float, float]]] = {
@@ -85,7 +85,7 @@ def parse(text: str, source: str) -> Target:
         The target.
 
     Raises:
-        ValueError: It is none of these; the message lists the allowed ones.
+        ValueError: The text has none of these forms; the message lists them.
     """
     word = text.strip().lower()
     if word in TIERS:

@@ -18,7 +18,7 @@ EVENT_SHOWN_S: Final = 60.0
 
 
 def keys(frame: Frame) -> Line:
-    """The keys that fit whole. Help is at the end, after a sign if keys are left out, so that users can find all."""
+    """The keys that fit whole. Help comes last, after a sign if keys are left out, so that users can find them all."""
     shown = [(key.sign, key.word) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
     if len(frame.model.jobs) > 1:
         shown.insert(1, ("j", "Next job"))
