@@ -115,7 +115,7 @@ class Catalogue:
 
     @contextlib.contextmanager
     def going_back(self, place: Lineage, *, needed: bool) -> Iterator[None]:
-        """A context that records that the run goes back, unless it raises. Until the next save, only this is a record.
+        """A context that records that the run goes back, unless it raises; until the next save this is the only record.
 
         Raises:
             OSError: the record cannot be made durable, and is ``needed``.

@@ -1,6 +1,6 @@
 """Common decisions of all ranks of a job, and errors for a rank that does not continue.
 
-The manager makes each common decision through :class:`Crew`, and knows nothing else of ranks. All ranks call its
+The manager makes each common decision through :class:`Crew`, and uses nothing else of ranks. All ranks call its
 methods in the same order. Its rounds have separate turns in the store of the process group, so they never wait for a
 save or load. One process is a job of one rank.
 """
@@ -50,10 +50,10 @@ class Asked:
         signals: signals that have come and were not answered.
         left: seconds until a save for them must be done; None for no limit.
         saved: the step that needs no further save.
-        due: whether a policy wants the step; the coordinator's counts.
-        apart: the least seconds for which the ranks may continue without asking each other; the coordinator's counts.
+        due: whether a policy wants the step; only the coordinator's value counts.
+        apart: the least seconds for which the ranks may continue without asking each other; as for ``due``.
         over: whether nothing that this rank waits for is in flight.
-        plan: the place in the lineage for a save of the step; the coordinator's counts.
+        plan: the place in the lineage for a save of the step; as for ``due``.
         watch: called while this rank waits for the others. If it raises, the round ends; the other ranks of the round
             learn of the error, but ranks in another round do not.
     """

@@ -95,7 +95,7 @@ class Drain:
         # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: For steps older than the step that is being saved.
+        #: Numbers for steps older than the step that is being saved.
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; the highest numbers go first.
         self._waiting: dict[int, int] = {}
@@ -111,9 +111,9 @@ class Drain:
         #: Interrupts the pause after a failure.
         self._wake = Event()
         self._delay = _FIRST
-        #: The steps that policies of the remote tier want must be determined again.
+        #: Whether the steps that policies of the remote tier want must be determined again.
         self._changed = False
-        #: Another thread waits: each step is tried once, without pauses.
+        #: Whether another thread waits, so that each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
 
@@ -138,7 +138,7 @@ class Drain:
             _running.add(self)
 
     def start(self) -> None:
-        """Start copying waiting steps; not in a signal handler, where no thread can be started."""
+        """Start copying waiting steps; not for a signal handler, in which no thread can be started."""
         with self._lock:
             if self._stopped or not self._waiting or not self._idle.is_set():
                 return
@@ -149,7 +149,7 @@ class Drain:
                 self._idle = idle
                 thread.start()
             except BaseException as error:
-                # A signal handler may have raised it, before or during the start of the thread.
+                # A signal handler may have raised this error, before or during the start of the thread.
                 if not claim.take():
                     raise
                 idle.set()
@@ -164,7 +164,7 @@ class Drain:
         if os.getpid() != self._process:
             return False
         with self._lock:
-            # Another process may have saved it, or a save that has just ended.
+            # Another process may have saved the step, or a save of this process has just ended.
             if step not in self._seen:
                 self._queue(step, next(self._late))
                 self.start()
@@ -229,7 +229,7 @@ class Drain:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """A caller waits: try each step once, without pauses, and then end the thread."""
+        """A context for a caller that waits: the thread tries each step once, without pauses, and then ends."""
         with self._lock:
             self._hurry = True
             self._forgive()
@@ -301,7 +301,7 @@ class Drain:
         idle.wait()
 
     def _stop(self) -> list[int]:
-        """Abandon the current copy, and wait for the thread; returns the waiting steps. It stays stopped."""
+        """Abandon the current copy, and wait for the thread; returns the waiting steps. The drain stays stopped."""
         with self._lock:
             self._stopped = True
             waiting = sorted(self._waiting)
@@ -322,7 +322,7 @@ class Drain:
         with self._lock:
             fresh = [step for step in self._waiting if step not in self._failed]
             if self._waiting and not fresh and not self._hurry:
-                # Each step has had its turn.
+                # Each waiting step has been tried once.
                 self._forgive()
                 fresh = list(self._waiting)
             if self._stopped or not fresh:
@@ -332,7 +332,7 @@ class Drain:
             return max(fresh, key=lambda step: self._waiting[step])
 
     def _forgive(self) -> None:
-        """Waiting steps may be tried again."""
+        """Forget the failures of waiting steps, so that these steps are tried again."""
         self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
 
     def _drop(self, step: int, number: int | None) -> None:
@@ -358,7 +358,7 @@ class Drain:
                 idle.set()
 
     def _try(self, step: int) -> None:
-        """One attempt at a step.
+        """Make one attempt to copy a step.
 
         Raises:
             CancelledError: it was abandoned.
@@ -392,7 +392,7 @@ class Drain:
             logger.info("%s", text)
             self._drop(step, number)
             if self._leads and step in self._own:
-                # This save was in vain: another run saves there, or this one did not know of it.
+                # This save was in vain: another run saves there, or this run did not know of the later save.
                 self._failed[step] = CheckpointError(
                     f"drain: {text} (save again: a new save is later, and is copied. If the other run continues, give "
                     "each run a separate remote=)"
@@ -459,7 +459,7 @@ class Drain:
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
-            # It stays damaged. A failure of an earlier run must not make each later run fail.
+            # The checkpoint stays damaged, but one of an earlier run must not make each later run fail.
             logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
             self._drop(step, number)
             if step in self._own:

@@ -25,7 +25,7 @@ class Evidence(NamedTuple):
     """A trace of an earlier run.
 
     Attributes:
-        what: in words.
+        what: the trace in words.
         is_foreign: whether it is a trace of another program's run.
     """
 

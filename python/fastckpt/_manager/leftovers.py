@@ -40,13 +40,13 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: The leftovers as they were first seen, and the time.
+        #: By name, each leftover as it was first seen, and the time.
         self._seen: dict[str, tuple[Leftover, float]] = {}
         #: Warnings for the report of the next save.
         self.warning: str | None = None
 
     def begin(self) -> None:
-        """Begin to watch them, and report how much space they take."""
+        """Begin to watch the leftovers, and report how much space they take."""
         # The directory may not exist yet, and without the compiled core nothing is saved here.
         with contextlib.suppress(OSError, NotImplementedError):
             unsure = self._look()[0]

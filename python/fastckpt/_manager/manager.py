@@ -62,7 +62,7 @@ class Manager:
             :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; without an initialised
             group, only this process. ``"alone"``: only this process, whatever groups exist.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
-            short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints stay anyway.
+            short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints always stay.
         save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
             number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval with the
             least lost time. None saves each step for which ``save`` is called.
@@ -291,7 +291,7 @@ class Manager:
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
-            ValueError: a number belongs to no signal that Python knows.
+            ValueError: a number is not the number of a signal.
         """
         self._check("save_on_signal")
         from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name

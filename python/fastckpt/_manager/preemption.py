@@ -2,7 +2,7 @@
 
 A signal is answered when the state is whole, within the grace period: the step is saved, or saves in flight become
 durable or are abandoned. Passing it on means letting it have its effect without the manager. ``step_boundary`` decides
-when the state is whole, ``completion`` what else waits.
+when the state is whole; ``completion`` handles waits and the end of a run.
 """
 
 from __future__ import annotations

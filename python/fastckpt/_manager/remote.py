@@ -92,7 +92,7 @@ class Remote(Tier[Place]):
         """Those of the waiting steps, given with their numbers, that this tier's policies would not keep.
 
         Raises:
-            OSError: it does not answer.
+            OSError: this tier does not answer.
         """
         if not self.policies:
             return []

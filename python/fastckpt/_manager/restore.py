@@ -307,7 +307,7 @@ class _Failure(NamedTuple):
 class _Failures(NamedTuple):
     """Why ranks have failed: the first failure, the number of others, and the names of all exceptions.
 
-    An older checkpoint may be loaded instead if each failed rank ``skips`` this one; ``gone`` likewise needs each.
+    An older checkpoint may be loaded instead if each failed rank ``skips`` this one; it is ``gone`` if each reports so.
     """
 
     listed: list[_Failure]

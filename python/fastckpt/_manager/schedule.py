@@ -21,8 +21,8 @@ class Schedule:
         timing: measures for the policies.
 
     Attributes:
-        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time also
-            wants the next one. The inputs of a caller's policy are unknown.
+        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time then
+            wants the next step, too, but a caller's own policy may not.
     """
 
     def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:

@@ -53,22 +53,22 @@ class InstalledReader(Reader):
         return super().read_metadata(*args)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's interface
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         if self._torchs is not None:
             self._torchs.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         else:
             super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         return super().prepare_global_plan(plans) if self._torchs is None else self._torchs.prepare_global_plan(plans)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         if self._torchs is not None:
             return self._torchs.read_data(plan, planner)
         return super().read_data(plan, planner)

@@ -56,7 +56,7 @@ class Stager:
 
 
 class _Lease:
-    """Memory that is given back when the last tensor in it is gone."""
+    """Memory that is returned for reuse when the last tensor in it is gone."""
 
     __slots__ = ("give", "memory")
 

@@ -145,7 +145,7 @@ class CheckpointIO(TorchCheckpointIO):
         Args:
             checkpoint: the state.
             path: its directory. A file of torch or a link at the path is replaced when the checkpoint is durable.
-            storage_options: None.
+            storage_options: not supported, must be None.
 
         Raises:
             OSError: the storage failed, at an earlier save, too.

@@ -62,10 +62,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """The fields of torchtitan's own manager, and ``hugging_face``."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """Whether training goes on while a checkpoint is written."""
+        """Whether training continues while a checkpoint is written."""
 
         hugging_face: bool = True
-        """Whether tensors of the model have Hugging Face's names and layout, where an adapter keeps all of them."""
+        """Whether tensors of the model have Hugging Face's names and layout, if an adapter keeps all of them."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         # The base class is set up without its parts for asynchronous modes and removals.

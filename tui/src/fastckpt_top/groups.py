@@ -48,7 +48,7 @@ class Group:
         team: The common feature of the ranks: their process group, or the job's name.
         kind: As in the segment.
         label: Base name of the target.
-        step: Training step, -1 unknown.
+        step: Training step, -1 if unknown.
         copies: Whether it moves a checkpoint from one place to another.
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.

@@ -144,7 +144,7 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
         look: The present.
         rows: Its rows.
         ops: Its operations: the running ones, oldest first, then the last that ended.
-        since: As from `Jobs.since`.
+        since: The result of `Jobs.since`.
     """
     procs, ops = sorted(procs, key=derive.order), list(ops)
     alive = [proc for proc in procs if proc.alive]

@@ -72,7 +72,7 @@ class Kernel:
         return leader.state
 
     def _owner(self, file: tuple[int, int], mono: float) -> int:
-        """The pid, as seen from here, of the process that locked a file; 0 unknown. Reads all locks once per look."""
+        """The pid, seen from here, of the process that locked a file; 0 if unknown. Reads all locks once per look."""
         if self._listed != mono:
             self._listed = mono
             self._owners = _lock_owners()

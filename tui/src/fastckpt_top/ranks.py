@@ -77,7 +77,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         track: The part.
         group: The operation, with its straggler, GPUs and ranks up to date.
         look: The current look.
-        places: As from `places`.
+        places: The result of `places`.
     """
     op, proc = track.op, track.proc
     target = look.target_of(group).of(group.kind) * group.gpus / group.ranks

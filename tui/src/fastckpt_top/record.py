@@ -24,7 +24,7 @@ class Recorder:
     """Writes a recording: ticks with a running operation or an event, and otherwise one tick per `IDLE_S` seconds.
 
     A file that has become too large is renamed to `save.1.jsonl.gz`, replacing an earlier one, and the recording
-    continues in a new file. Both can be played.
+    continues in a new file. Both files can be played.
 
     Args:
         path: The file, mode 0600; compressed if it ends in `.gz`. An existing file is overwritten.

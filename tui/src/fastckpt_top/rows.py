@@ -72,17 +72,17 @@ class ThreadRow:
     Attributes:
         index: Number within the operation, from 0.
         tid: Thread id.
-        cpu: CPU it last ran on; None unknown.
+        cpu: CPU it last ran on; None if unknown.
         state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR`, `IDLE`, `DONE` in an ended operation.
-        rate: Bytes/s over the last second; None unknown.
+        rate: Bytes/s over the last second; None if unknown.
         average: Bytes/s from the operation's start to now, or to its end; None if it has moved none.
         done: Bytes of this operation.
         in_flight: Requests in flight.
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
-        p50_s: Median of this operation as far as it was watched; None unknown.
+        p50_s: Median of this operation as far as it was watched; None if unknown.
         p99_s: The same for the 99th percentile.
-        waits: Shares of the last second by what it waited for, as in `window.WAITS`; empty unknown.
+        waits: Shares of the last second by what it waited for, as in `window.WAITS`; empty if unknown.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
         retries: Retries since the process began; the next two also count from there.
@@ -150,8 +150,8 @@ class Row:
     Attributes:
         key: The same in each update for the same thing.
         proc_key: The process.
-        rank: The rank of the process; None unknown.
-        gpu: Index; None none.
+        rank: The rank of the process; None if unknown.
+        gpu: Index; None if it has none.
         pid: The pid of the process.
         job: Its label.
         alive: Whether it lives.
@@ -160,15 +160,15 @@ class Row:
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
         hangs: The call to the storage that does not end, its file and when it began; empty if none is known.
-        rate: Bytes/s over the last second; None unknown or not moving data.
+        rate: Bytes/s over the last second; None if unknown or not moving data.
         average: Bytes/s of the operation so far, or in all.
         target: Bytes/s that this rank should reach.
         done: Bytes completed.
-        total: Bytes in all; 0 unknown.
+        total: Bytes in all; 0 if unknown.
         durable: Bytes known to be durable.
         progress: The progress of the copy while the state is `STAGE`; else that of the operation, which is 1 only when
             all bytes are written and being made durable.
-        eta_s: Seconds until it is durable; None unknown.
+        eta_s: Seconds until it is durable; None if unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
         verdict: Its average against its target.
@@ -179,26 +179,26 @@ class Row:
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
         refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
-        step: Training step; None unknown.
+        step: Training step; None if unknown.
         label: Base name of the target.
         path: The target.
-        device: Name of the device, else its number; empty unknown.
+        device: Name of the device, else its number; empty if unknown.
         block_size: Bytes.
         queue_depth: Requests.
         files: Shards in all.
         files_done: Shards completed.
         error: errno name of a failure; empty if none.
         wait: The cause that holds up the operation.
-        p50_s: Median latency of this operation as far as it was watched; None unknown.
+        p50_s: Median latency of this operation as far as it was watched; None if unknown.
         p99_s: 99th percentile.
         histogram: Requests by latency (docs/telemetry.md 5.4).
         spark: Bytes/s, one value a column.
         threads: Its worker threads.
         job_key: The job that it belongs to.
-        user: Name of its user, or the number where it has none.
-        process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
+        user: Name of its user, or the number if it has none.
+        process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty if unknown.
         wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, `memory`, or empty: the kind of `wait`.
-        wait_share: Share of the last second spent with it; None where it has none.
+        wait_share: Share of the last second spent with it; None if it has none.
         worst: How much the rank holds its job back; the largest value comes first.
     """
 
@@ -280,7 +280,7 @@ class NodeOp:
     Attributes:
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`.
         label: Base name of the target.
-        step: Training step; None unknown.
+        step: Training step; None if unknown.
         running: Whether any rank is still working on it.
         phase: The least advanced phase of its running ranks; else `done`, `failed` or `died`.
         ranks: Ranks that take part.
@@ -295,7 +295,7 @@ class NodeOp:
         target: Bytes/s for all GPUs.
         target_name: Tier, or `custom`.
         progress: 0 to 1; of the copy into memory while `phase` is `stage`.
-        eta_s: Seconds until the last rank is durable; None unknown.
+        eta_s: Seconds until the last rank is durable; None if unknown.
         no_eta: Why the ETA is unknown, in ten cells at most.
         elapsed_s: Seconds since the first rank's start, or the duration.
         started_real: Seconds since the epoch.
@@ -304,7 +304,7 @@ class NodeOp:
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
         target_source: The origin of the target, as `Target.source`.
-        changed: After a save, groups and the share of their bytes that has changed; empty unknown.
+        changed: After a save, groups and the share of their bytes that has changed; empty if unknown.
         sentence: The most important fact about it; None if there is none.
         safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
@@ -358,7 +358,7 @@ class Job:
         key: The same in each update for the same job.
         name: Its label.
         pid: The pid of its first living process, or else of its first process.
-        user: Name of its user, or the number where it has none.
+        user: Name of its user, or the number if it has none.
         ranks: Its processes that live or died in an operation.
         alive: Those that live.
         gpus: GPUs that its targets are multiplied by.
@@ -407,7 +407,7 @@ class Checkpoint:
     Attributes:
         kind: `save`, `load`, `verify`.
         label: Base name of the target.
-        step: Training step; None unknown.
+        step: Training step; None if unknown.
         start: Seconds since the epoch of the first rank's start.
         end: The same for the last rank's end.
         bytes: Bytes of all ranks.
@@ -418,7 +418,7 @@ class Checkpoint:
         fallback: errno name of the first fallback; empty if none.
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
-        p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
+        p99_s: Largest 99th percentile of a rank, seconds; 0 if unknown.
         team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still working on it.
         target: Its target in bytes/s while it ran; 0 if unknown.

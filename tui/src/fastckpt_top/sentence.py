@@ -40,7 +40,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
     Args:
         op: The operation.
         rows: The rows of its ranks, the ended ones too.
-        cause: The most frequent `cause` while it ran; empty unknown.
+        cause: The most frequent `cause` while it ran; empty if unknown.
 
     Returns:
         None if there is nothing to report: in the first second, and without a target.

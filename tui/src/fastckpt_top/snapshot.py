@@ -29,8 +29,8 @@ class Proc:
         alive: Whether the process lives.
         same_clock: Whether its monotonic clock is the reader's.
         touched: When an operation last started or ended, seconds since the epoch.
-        state: Letter of /proc/PID/stat; empty where it cannot be known.
-        user: Name of its user, or the number where it has none; empty where it is not known.
+        state: Letter of /proc/PID/stat; empty if it cannot be known.
+        user: Name of its user, or the number if it has none; empty if it is not known.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Proc:
 
     @property
     def rank(self) -> int:
-        """Its rank: in its process group if it saves or loads with others, else the launcher's; -1 unknown."""
+        """Its rank: in its process group if it saves or loads with others, else the launcher's; -1 if unknown."""
         return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
 
     @property

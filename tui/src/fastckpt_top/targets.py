@@ -31,8 +31,8 @@ class Target:
     """The targets of saves and loads.
 
     Attributes:
-        save: Bytes/s per GPU; 0 none.
-        load: Bytes/s per GPU, for verifies too; 0 none.
+        save: Bytes/s per GPU; 0 for none.
+        load: Bytes/s per GPU, for verifies too; 0 for none.
         name: The tier, or `custom`.
         source: The origin: `option`, `environment`, `process`, `default`, `key`.
     """
@@ -43,7 +43,7 @@ class Target:
     source: str
 
     def of(self, kind: int) -> float:
-        """Bytes/s per GPU for a kind of operation; 0 none."""
+        """Bytes/s per GPU for a kind of operation; 0 for none."""
         return self.save if kind == Kind.SAVE else 0.0 if kind in COPIES else self.load
 
 

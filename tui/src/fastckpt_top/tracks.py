@@ -43,7 +43,7 @@ class ProcTrack:
         alive: Whether it lived in the last snapshot.
         died: Reader's clock when its death was seen; None while it lives or if it was dead from the first.
         seen_alive: Whether it was ever seen alive.
-        sync_s: Duration of fsync and commit in its latest save; None unknown.
+        sync_s: Duration of fsync and commit in its latest save; None if unknown.
     """
 
     def __init__(self, mono: float) -> None:

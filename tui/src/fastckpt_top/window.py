@@ -28,7 +28,7 @@ class Sample(NamedTuple):
         bytes: Completed bytes.
         requests: Completed requests.
         latency_ns: Sum over completed requests.
-        waits: Seconds spent waiting, as in `WAITS`; None unknown, and then so is `latency_ns`.
+        waits: Seconds spent waiting, as in `WAITS`; None if they are unknown, and then `latency_ns` is, too.
     """
 
     mono: float
@@ -102,7 +102,7 @@ def percentile(histogram: tuple[int, ...], share: float, largest: float) -> floa
     Args:
         histogram: Requests per bucket (docs/telemetry.md 5.4).
         share: 0 to 1.
-        largest: The longest measured latency, seconds, as the end of the last bucket. 0 unknown.
+        largest: The longest measured latency, seconds, as the end of the last bucket. 0 if unknown.
 
     Returns:
         Seconds, interpolated within the bucket; None if nothing was counted.

@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         bytes: size of a checkpoint.
-        parameters: of the model, or None where only bytes are known.
+        parameters: the number of the model's parameters, or None if only bytes are known.
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.

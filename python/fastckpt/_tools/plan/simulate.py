@@ -204,7 +204,7 @@ def simulate(
     Args:
         cost: seconds for which a checkpoint stops training.
         accelerators: the number of accelerators that train.
-        mttf_gpu: mean time to failure of one, in seconds.
+        mttf_gpu: mean time to failure of one accelerator, in seconds.
         restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds from when training continues until a checkpoint is durable.
         duration: seconds of each run.

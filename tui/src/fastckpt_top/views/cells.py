@@ -68,8 +68,8 @@ class Figure:
     """The rate that a rank or a thread shows, and its reference.
 
     Attributes:
-        rate: Bytes/s; None unknown.
-        share: The share of the target; None unknown.
+        rate: Bytes/s; None if unknown.
+        share: The share of the target; None if unknown.
         live: Whether it is the current rate, not the operation's average.
         verdict: The verdict on this figure.
     """
