@@ -132,7 +132,7 @@ class _Runs:
             y: Upper edge.
             wide: Width.
             high: Height.
-            gap: Between two dashes of a dashed line; 0 for a rectangle.
+            gap: The gap between two dashes of a dashed line; 0 for a rectangle.
         """
         runs = self._runs.setdefault(how, {}).setdefault((y, high), [])
         if runs and runs[-1][0] + runs[-1][1] + gap == x:
@@ -148,7 +148,7 @@ class _Runs:
         }
 
     def paths(self, but: str = "") -> Iterator[str]:
-        """One path for each way of painting.
+        """Return one path for each set of attributes.
 
         Args:
             but: Attributes that are left out.
@@ -165,7 +165,7 @@ class _Runs:
 
 
 class _Ink:
-    """The shapes so far, sorted by how they are painted: each colour is named once.
+    """The shapes so far, sorted by their attributes, so that each colour is named once.
 
     Args:
         theme: The colours that a style may leave to the terminal.

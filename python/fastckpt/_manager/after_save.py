@@ -39,7 +39,7 @@ class AfterSave:
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
-        leads: whether this rank writes and removes; the others measure.
+        leads: whether this rank writes ``latest`` and removes checkpoints; the other ranks only measure.
     """
 
     local: Tier[Directory]

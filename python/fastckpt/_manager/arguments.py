@@ -1,4 +1,4 @@
-"""The arguments of a manager's methods, checked."""
+"""Checks the arguments of a manager's methods."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
         if name == "files":
-            # Each save reads their current contents: files may not exist yet, and the caller's dict may change.
+            # Each save reads these files again: they may not exist yet, and the caller's dict may change.
             check_files("Manager: save_options", value)
         else:
             given[name] = known[name].check("Manager: save_options", value)

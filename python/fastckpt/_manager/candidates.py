@@ -56,7 +56,7 @@ class Candidates:
         """The checkpoints of the branch that saved last, in the order to try: by falling step, the local tier first.
 
         Raises:
-            OSError: the remote tier does not answer, and is ``needed``; None means if the directory has none.
+            OSError: the remote tier does not answer, and is ``needed``; with None, if the directory has no checkpoint.
         """
         here, aside = self._here()
         there, far = self._there(needed=not here if needed is None else needed)
@@ -143,7 +143,7 @@ class Candidates:
     def _here(self) -> tuple[list[int], list[int]]:
         """The steps of the local tier, and those whose directory a killed save moved aside to replace it.
 
-        A load moves the latter back, if it has the compiled core.
+        A load with the compiled core moves such a directory back.
         """
         directory = self.local.place
         steps, step_of = {*directory.look().steps}, directory.names.step_of

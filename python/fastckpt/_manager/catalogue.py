@@ -33,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
-#: Manifests that are read at the same time: each manifest of a remote tier costs a round trip.
+#: The most manifests that are read at the same time: each manifest of a remote tier costs a round trip.
 _AT_A_TIME = 16
 
 
@@ -73,7 +73,7 @@ class Catalogue:
     def entries(self, steps: Iterable[int], aside: Container[int] = ()) -> dict[int, Entry]:
         """The facts about these checkpoints, in the same order, without those that cannot be opened.
 
-        Checkpoints that a killed save moved ``aside`` have no identity. Reading one moves it back.
+        Checkpoints that a killed save moved ``aside`` have no identity. Reading such a checkpoint moves it back.
         """
         with self._lock:
             found: dict[int, Entry | None] = {}
@@ -132,7 +132,7 @@ class Catalogue:
         """Write the file, with the facts about these checkpoints; None: all known ones.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with self._lock:
             names = self._known if steps is None else {self._place.names.name_of(step) for step in steps}
@@ -195,7 +195,7 @@ def read(path: str, step: int) -> Entry:
     """The facts in a checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: the checkpoint is damaged, or the path is not a checkpoint.
         OSError: the directory cannot be read.
     """
     with Checkpoint(path) as checkpoint:

@@ -175,7 +175,7 @@ class Crew:
         """Compare the arguments of the manager on all ranks.
 
         Raises:
-            ValueError: they differ.
+            ValueError: the arguments differ.
         """
 
         def combine(values: list[Any]) -> list[Any]:
@@ -287,7 +287,7 @@ class Crew:
     ) -> _T:
         """Return the coordinator's result of ``find`` on all ranks; the others wait for it without a limit.
 
-        One rank of each other host may ``help_it``, given its :attr:`share`. All are at the same ``step``.
+        One rank of each other host may ``help_it``, given its :attr:`share`. All ranks are at the same ``step``.
 
         No two rounds have the same ``operation``, so that a rank that alone has abandoned one round never accepts the
         answer of another.

@@ -28,7 +28,7 @@ _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 _TURNS = 100
 PIN = ".pin"
 MANIFEST = "fastckpt.json"
-#: The suffix for other files from a removed checkpoint.
+#: The suffix of the directory for other files from a removed checkpoint.
 FOREIGN = ".foreign"
 
 #: The facts that distinguish a checkpoint from another of the same name.
@@ -75,7 +75,7 @@ class Names:
         if found is None:
             return None
         step = int(found[1])
-        # Otherwise two names could mean one step.
+        # Without this check, two names could have the same step.
         return step if self._form.format(step=step) == name else None
 
 
@@ -141,7 +141,7 @@ class Directory:
 
         Raises:
             NotACheckpointError: the path holds no checkpoint.
-            OSError: it cannot be removed, or a file was added at this moment; FileNotFoundError: it is gone.
+            OSError: it cannot be removed, or a file was added at this moment; FileNotFoundError if it is gone.
         """
         path = self.path_of(step)
         strange = strange_in(path, files)
@@ -165,14 +165,14 @@ class Directory:
         """The content of a small file of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if it does not exist.
+            OSError: the file cannot be read; FileNotFoundError if it does not exist.
         """
         return Path(self.path, name).read_bytes()
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:
         """Replace the content of a file of the run in one step; a reader finds the old content or the new one.
 
-        Without ``durable`` a power cut may leave it empty.
+        Without ``durable`` a power cut may leave the file empty.
         """
         for turn in range(_TURNS):
             new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
@@ -203,7 +203,7 @@ class Directory:
         """
         path = f"{self.path}{os.sep}{name}"
         try:
-            # Strings, because this runs for each of thousands of checkpoints.
+            # Paths are strings here, because this runs for each of thousands of checkpoints.
             changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
             manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:

@@ -103,7 +103,7 @@ class Drain:
         self._seen: set[int] = set()
         #: The steps that this process has saved.
         self._own: set[int] = set()
-        #: The exception of the last attempt at each step. If its step no longer waits, it was abandoned.
+        #: The exception of the last attempt at each step. If the step no longer waits, its copy was abandoned.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
@@ -181,7 +181,7 @@ class Drain:
     def going_back(self, step: int, *, from_here: bool) -> Iterator[None]:
         """A context that abandons the current copy and copies nothing above this step, unless it raises.
 
-        Before it begins, the remote tier has the step: the local save if the run continues ``from_here``.
+        When the context begins, the remote tier has the step: the local save if the run continues ``from_here``.
 
         Raises:
             Exception: the step cannot be copied.
@@ -261,11 +261,11 @@ class Drain:
         """Wait until nothing waits, or each step was tried once more.
 
         Args:
-            end: until when, by ``time.monotonic``.
+            end: the time, by ``time.monotonic``, until which to wait.
             must_leave: whether something else is more urgent; then this returns, and the drain continues.
 
         Raises:
-            TimeoutError: not by ``end``; the copies continue.
+            TimeoutError: the copies are not done by ``end``; they continue.
             Exception: the last attempt at a step failed, and it is not at the remote.
         """
         with self.hurry():
@@ -361,7 +361,7 @@ class Drain:
         """Make one attempt to copy a step.
 
         Raises:
-            CancelledError: it was abandoned.
+            CancelledError: the copy was abandoned.
         """
         number = self._waiting.get(step)
         name = self._from.names.name_of(step)
@@ -441,7 +441,7 @@ class Drain:
             self._local.clear_again()
 
     def _is_gone(self, step: int) -> bool:
-        """Whether the local tier has no such checkpoint. An unreadable one is not gone."""
+        """Whether the local tier has no such checkpoint. An unreadable checkpoint is not gone."""
         try:
             Path(self._from.path_of(step), MANIFEST).lstat()
         except (FileNotFoundError, NotADirectoryError):

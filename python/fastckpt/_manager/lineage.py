@@ -41,7 +41,7 @@ class Lineage(NamedTuple):
 
     Attributes:
         order: a number that is higher the later the checkpoint was saved.
-        forks: by rising order; at least one, unless no manager saved the checkpoint.
+        forks: the forks of its branch by rising order; at least one, unless no manager saved the checkpoint.
         files: the names of the files given with ``files=``.
     """
 

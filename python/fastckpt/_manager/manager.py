@@ -184,14 +184,14 @@ class Manager:
     def should_save(self, step: int) -> bool:
         """Whether to save ``step``; call it at the end of each step, when the state is whole.
 
-        It may be called again for one step, even during an evaluation. After a signal of :meth:`save_on_signal`, it is
+        It may be called repeatedly for one step, even in an evaluation. After a signal of :meth:`save_on_signal`, it is
         true, whatever the policies decide; if that step is saved already, this call answers the signal.
 
         Args:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether to save it, the same on all ranks. They ask each other at most once per second, after a signal to
+            Whether to save it, the same on all ranks. Ranks ask each other at most once per second, after a signal to
             one of them, and at each step that a policy wants for its number.
 
         Raises:
@@ -256,7 +256,7 @@ class Manager:
         all ranks.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: the seconds to wait; None for no limit.
 
         Returns:
             The report of the last save that became durable, or None.
@@ -287,10 +287,10 @@ class Manager:
             signals: their numbers; by default SIGTERM.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
                 that is not durable after nine tenths of it is abandoned, and nothing of it stays. None: no limit.
-            exit: False: without an earlier handler, continue; the loop ends itself when :attr:`preempted` is set.
+            exit: whether to end the process without an earlier handler; if not, the loop must check :attr:`preempted`.
 
         Raises:
-            RuntimeError: not the main thread, or the manager is read-only.
+            RuntimeError: this is not the main thread, or the manager is read-only.
             ValueError: a number is not the number of a signal.
         """
         self._check("save_on_signal")
@@ -387,7 +387,7 @@ class Manager:
             step: load the checkpoint of this step and no other.
             exclude: as for :func:`fastckpt.load`.
             fresh: start from the beginning even if an earlier run left traces but no checkpoint; else that is an error.
-            discard_newer: with ``step``: afterwards remove all higher steps except pinned ones, on each tier.
+            discard_newer: afterwards remove all higher steps except pinned ones, on each tier; requires ``step``.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
@@ -401,8 +401,8 @@ class Manager:
             OSError: the remote tier does not answer, and the directory has no checkpoint, or ``discard_newer`` is
                 given; or a newer one cannot be removed: then the run continues as before.
             RanksError: another rank could not load it.
-            RuntimeError: ``discard_newer``, and the manager is read-only.
-            ValueError: ``discard_newer`` without ``step``.
+            RuntimeError: ``discard_newer`` is given, and the manager is read-only.
+            ValueError: ``discard_newer`` is given without ``step``.
             Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have been filled already.
 
         Warns:
@@ -557,7 +557,7 @@ class Manager:
             step: its training step.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such checkpoint.
             OSError: the remote tier does not answer; the local checkpoint is pinned.
             RuntimeError: the manager is read-only.
         """

@@ -1,7 +1,7 @@
 """Handles signals that announce the end of a run: each is recorded when it comes, then answered and passed on.
 
 A signal is answered when the state is whole, within the grace period: the step is saved, or saves in flight become
-durable or are abandoned. Passing it on means letting it have its effect without the manager. ``step_boundary`` decides
+durable or are abandoned. To pass it on is to let it have its effect without the manager. ``step_boundary`` decides
 when the state is whole; ``completion`` handles waits and the end of a run.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 
 #: The share of the grace period for the save; the rest is for removing a save that takes longer, and for exit.
 _SHARE = 0.9
-#: Seconds for a save that all ranks began in time.
+#: The least seconds for a save that all ranks began in time.
 _LEAST = 0.01
 
 

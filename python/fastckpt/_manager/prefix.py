@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Manifests that are requested at the same time: each costs a round trip to the store.
+#: The most manifests that are requested at the same time: each costs a round trip to the store.
 _AT_A_TIME = 32
 #: How often the listing is repeated while checkpoints change.
 _LOOKS = 20
@@ -124,7 +124,7 @@ class Prefix:
         """The content of a small object of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if it does not exist.
+            OSError: the object cannot be read; FileNotFoundError if it does not exist.
         """
         return self._objects.read_all(name, _SMALL)
 

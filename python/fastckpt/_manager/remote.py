@@ -40,9 +40,9 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
     """The tier of ``remote=`` and ``remote_keep=``; None without ``remote=``.
 
     Raises:
-        ImportError: it is a URL, and the package for URLs is missing.
-        TypeError: one of these has the wrong type.
-        ValueError: it is not a place for checkpoints, or is the local one.
+        ImportError: ``remote=`` is a URL, and the package for URLs is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: ``remote=`` is not a place for checkpoints, or is the local tier's place.
     """
     policies = [] if keep is None else keep_of(keep, "remote_keep")
     if remote is None:
@@ -149,10 +149,10 @@ class Remote(Tier[Place]):
 
         Good files on the local tier are not fetched. The remote checkpoint is read instead if the local save of the
         step ``differs``, and so exists nowhere else, or if the local tier has no room, or may not or cannot be written.
-        If several nodes each fetch a ``share`` of the files, this is the first, which fetches missing ones.
+        If several nodes each fetch a ``share`` of the files, this node is the first, which fetches missing ones.
 
         Raises:
-            CorruptCheckpointError: it is damaged on this tier, and the local tier has nothing of it.
+            CorruptCheckpointError: the checkpoint is damaged on this tier, and the local tier has nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)

@@ -96,7 +96,7 @@ class Loader:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
-            FileNotFoundError: it does not exist.
+            FileNotFoundError: the checkpoint does not exist.
             OSError: the remote tier does not answer, and is ``needed``, or the directory has no checkpoint.
         """
         listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
@@ -224,7 +224,7 @@ class Loader:
         """Verify a checkpoint that has a value that older ones lack, before it fills ``into``: damage would stay there.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
+            CorruptCheckpointError: the checkpoint is damaged.
         """
         names, remote = _names_of(path), self.candidates.remote
         for one in older:

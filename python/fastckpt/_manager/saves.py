@@ -92,7 +92,7 @@ class Saves:
             steps = local.place.look().steps
             local.catalogue.entries(steps)
         except OSError as error:
-            # An error on one rank would leave the others waiting. If it persists, the save reports it on all of them.
+            # An error on one rank would leave the others waiting. If it persists, the save reports it on all ranks.
             logger.warning("%s: cannot read it before the first save: %s", local.place.path, error)
             return
         self._looked = True

@@ -47,7 +47,7 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
         frozen: patterns of tensors that are not trained.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: the checkpoint is damaged, or the path is not a checkpoint.
         OSError: the directory cannot be read.
     """
     # The command line imports this file before it knows whether the package is complete.

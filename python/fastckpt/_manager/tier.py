@@ -42,7 +42,7 @@ def reasons(
 
     Args:
         saved: the checkpoints that count, by rising step; the last of them is durable.
-        policies: decide what stays; without any, all stay.
+        policies: the policies that decide what stays; without any, all checkpoints stay.
         pinned: steps that stay whatever the policies decide.
         now: seconds since 1970.
     """
@@ -75,7 +75,7 @@ def write_latest(place: Place, step: int) -> None:
     """Write the name of a step's checkpoint to ``latest``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     place.replace(LATEST, f"{place.names.name_of(step)}\n".encode(), durable=True)
 
@@ -194,7 +194,7 @@ class Tier(Generic[_P]):
                         continue
                     self._take(step, files)
             except (CheckpointError, OSError) as error:
-                # The removal is tried again after each save.
+                # Warn once for each step, because the removal is tried again after each save.
                 if step not in self._warned:
                     self._warned.add(step)
                     logger.warning("%s: not kept, but it cannot be removed: %s", path, error)
@@ -211,7 +211,7 @@ class Tier(Generic[_P]):
             held: steps that are pinned on another tier. They stay, and so do checkpoints that are pinned here.
 
         Raises:
-            OSError: one cannot be removed, or the place does not answer.
+            OSError: a checkpoint cannot be removed, or the place does not answer.
         """
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)

@@ -141,7 +141,7 @@ def compare(first: fastckpt.types.Checkpoint, second: fastckpt.types.Checkpoint,
 
 
 def _parts(shape: tuple[int, ...], nbytes: int) -> Iterator[Any]:
-    """Indices of parts that cover a tensor of this shape, small if its first dimension permits."""
+    """Indices of parts that cover a tensor of this shape, each part small if the first dimension permits."""
     if not shape or nbytes <= _PIECE:
         yield ...
         return
@@ -199,7 +199,7 @@ def _values(a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
 
 
 class _Name:
-    """A step of a name, after the steps that lead to it."""
+    """A step of a name, linked to the steps before it."""
 
     __slots__ = ("before", "step")
 

@@ -72,14 +72,14 @@ class Asked:
 
 
 class Fill:
-    """Reads boxes into tensors: requests, and movers for those without an address, by their numbers."""
+    """Reads boxes into tensors; collects requests, and movers by number for tensors without an address."""
 
     def __init__(self, targets: Targets, reader: _core.Reader) -> None:
         self.targets = targets
         self.requests: list[Request] = []
         self._reader = reader
         self._asked: list[Asked] = []
-        #: The first targets of one place in memory, and those without a place by their identity.
+        #: The first targets of each place in memory; targets without a place by their identity.
         self._places: dict[Any, Asked] = {}
 
     def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
@@ -126,7 +126,7 @@ class Fill:
         The memory of whole tensors in values has an address.
 
         Raises:
-            StructureMismatchError: one tensor gets different values.
+            StructureMismatchError: a tensor would get two different values.
         """
         apart = [asked for asked in self._asked if not self._is_again(asked)]
         for one, other in overlapping((*spot, asked) for asked in apart for spot in asked.spots):

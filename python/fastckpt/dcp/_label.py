@@ -1,6 +1,6 @@
 """The label of a save or load of several ranks: the coordinator draws it, and each rank gets it with its plan.
 
-Ranks cannot count these calls: if the planner of a rank raises, it never reaches the storage, and no other rank knows.
+Ranks cannot count these calls: if a rank's planner raises, it never reaches the storage, and no other rank notices.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class _Copier:
 
 
 def _locals(value: Any) -> list[Any]:
-    """The tensors in this process's memory of which a tensor consists."""
+    """The tensors in this process's memory that make up a tensor."""
     if isinstance(value, _torch.DTensor):
         return [value._local_tensor]  # noqa: SLF001
     if isinstance(value, _torch.ShardedTensor):
@@ -204,7 +204,7 @@ def _identity(value: Any) -> Any:
 
 
 def _base(value: Any) -> Any:
-    """The tensor of which an expanded one is the expansion; any other itself."""
+    """The tensor that an expanded one repeats; any other tensor itself."""
     steps = zip(value.shape, value.stride(), strict=True)
     return value[tuple(slice(0, 1 if size > 1 and not step else None) for size, step in steps)]
 

@@ -123,7 +123,7 @@ class _Entries:
 
 
 def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
-    """The tensor of an entry, if it is one."""
+    """The description of an entry's tensor; None if the entry is not a tensor."""
     head = tokens[0]
     if type(head) is not list or head[0] != "tensor":
         return None
@@ -158,7 +158,7 @@ def _restore_numbers(root: dict[Any, Any]) -> None:
 
 
 def _integers(tokens: Any) -> list[int] | None:
-    """The members of an entry, if it is a list of integers."""
+    """The members of an entry that is a list of integers; None for any other entry."""
     if type(tokens) is not list or type(tokens[0]) is not list or tokens[0][0] != "list":
         return None
     return tokens[1:] if all(type(token) is int for token in tokens[1:]) else None

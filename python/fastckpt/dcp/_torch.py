@@ -100,7 +100,7 @@ def is_cut(value: Any) -> bool:
 
 
 def async_executors() -> list[Any]:
-    """Runs the saves of ``dcp.async_save``, since torch 2.7.
+    """Return the classes that run the saves of ``dcp.async_save``, since torch 2.7.
 
     Raises:
         RuntimeError: this torch runs them in another way.

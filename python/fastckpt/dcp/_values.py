@@ -87,7 +87,7 @@ class Value(NamedTuple):
         return [key, rank, [self.tokens, abouts, *digests]]
 
     def _digests(self, abouts: list[list[Any]]) -> tuple[str, str]:
-        """Digests of long bytes; of tensors and arrays, and their descriptions."""
+        """Two digests: of long bytes, and of tensors and arrays with their descriptions."""
         strings = {token[1] for token in json.loads(self.tokens) if _is_bytes(token)}
         sources = Sources("dcp.save", {n: one.mover for n, one in enumerate(self.tensors) if one.mover is not None})
         plain, tensors = hashlib.sha256(), hashlib.sha256()
@@ -129,7 +129,7 @@ class _NoSpreads(Spreads):
     """No tensor in a value is spread over ranks."""
 
     def describe_of(self, _: type) -> Describe | None:
-        """None, for any type."""
+        """Return None for any type."""
         return None
 
 
@@ -169,7 +169,7 @@ def box_of(key: str, item: _torch.WriteItem, value: Any) -> tuple[Cut, Memory]:
     """A box of a tensor.
 
     Raises:
-        UnsupportedTypeError: it cannot be stored.
+        UnsupportedTypeError: the box cannot be stored.
         ValueError: the tensor has other sizes than the item's box.
     """
     about = item.tensor_data

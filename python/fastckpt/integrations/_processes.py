@@ -26,7 +26,7 @@ _crews: WeakKeyDictionary[Any, Crew] = WeakKeyDictionary()
 def crew_of(accelerator: Any) -> Crew:
     """The processes of an ``Accelerator``; all of them must make the first call together."""
     if accelerator not in _crews:
-        # "/" and not a relative path, because processes may have different working directories.
+        # The root directory, because processes may have different working directories.
         crew = _crews[accelerator] = Crew(None, os.sep)
         crew.begin({})  # the processes meet: otherwise one would not wait for the coordinator's answer
     return _crews[accelerator]
@@ -69,7 +69,7 @@ def engine_of(accelerator: Any) -> str | None:
 def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, own: dict[str, Any], **how: Any) -> None:
     """Begin a save of all processes in the background, with the random states and the ``own`` state of each."""
     per_rank = {"random": fastckpt.randomness(), **own}
-    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ; training uses rank 0's
+    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ, and training uses those of rank 0
     begin(owner, distributed.save_async(state, path, ranks=ranks, per_rank=per_rank, **how), then)
 
 

@@ -44,7 +44,7 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
         background: whether ``save_state`` returns once the state is copied (:func:`fastckpt.save_async`), or when the
-            checkpoint is durable. The next ``save_state``, ``load_state`` and ``end_training`` wait for it.
+            checkpoint is durable. The next ``save_state``, ``load_state`` or ``end_training`` waits for the save.
 
     Returns:
         A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
@@ -117,7 +117,7 @@ def _rows(loader: Any) -> int:
 
 
 def _place(loader: Any, rows: int) -> dict[str, Any]:
-    """The state of a stateful loader after a number of rows of an epoch. It yields the rows of a cut batch again."""
+    """The state of a stateful loader after some rows of an epoch. The loader yields the rows of a cut batch again."""
     state = {**loader.state_dict(), "_steps_since_snapshot": 0}
     if _has_place(loader):
         _counts(state)["_sampler_iter_yielded"] = rows // loader.total_batch_size
@@ -239,4 +239,4 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
     for loader, state in zip(_stateful(accelerator), places, strict=False):
         # A loader at the end of its epoch draws one random number when it starts again, as a new loader does.
         loader.load_state_dict({} if state["_iterator_finished"] else state)
-        loader.dl_state_dict = state  # for a save before its next batch
+        loader.dl_state_dict = state  # needed for a save before the next batch

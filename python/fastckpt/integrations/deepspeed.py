@@ -135,7 +135,7 @@ def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], A
                 yield name, group, param.ds_tensor[: _own(param)[1]], flat, partial(_part, at, *_own(param))
                 at += param.ds_tensor.ds_numel
             else:
-                found = param._hp_mapping  # None: all of it is on other ranks
+                found = param._hp_mapping  # None if other ranks have all of the parameter
                 start, size = (found.lp_fragment_address.start, found.lp_fragment_address.numel) if found else (0, 0)
                 at = found.hp_fragment_address.start if found else 0
                 weight = param.detach().view(-1)[start : start + size]
@@ -147,7 +147,7 @@ def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[s
     found = engine.module.state_dict(keep_vars=True)
     has = {*found, *map(id, found.values())}
     found |= {name: one for one, name in engine.param_names.items() if one.requires_grad and not has & {name, id(one)}}
-    # One part for each parameter, so that tied weights are recognised.
+    # Each parameter has one part, so that tied weights are recognised.
     parts = {id(one): _part(0, *_own(one), one.ds_tensor) for one in found.values() if hasattr(one, "ds_id")}
     return {
         name: parts.get(id(one), one.detach() if isinstance(one, torch.Tensor) else one)

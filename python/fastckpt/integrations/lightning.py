@@ -177,12 +177,12 @@ class CheckpointIO(TorchCheckpointIO):
             new.rename(target)
 
     def load_checkpoint(self, path: Any, *how: Any, **more: Any) -> dict[str, Any]:
-        """Load a checkpoint, after all saves.
+        """Load a checkpoint, after all saves have ended.
 
         Args:
             path: its directory, or a file of torch.
-            how: as for Lightning's own plugin. If fastckpt wrote it, tensors are on the device that ``map_location`` is
-                or names, or on the host, and no code is executed.
+            how: as for Lightning's own plugin. If fastckpt wrote the checkpoint, tensors go to the device that
+                ``map_location`` names, or else to the host, and no code is executed.
             more: the same arguments by name.
 
         Returns:
@@ -220,7 +220,7 @@ class CheckpointIO(TorchCheckpointIO):
         self._settle(wait=True)
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Raise the error of a save that has ended."""
+        """Raise the error of a save that has ended; with ``wait``, wait for all saves."""
         saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends now leaves the queue
         while saves and (wait or saves[0].done()):
             if saves[0].exception() is not None:
@@ -244,7 +244,7 @@ class CheckpointIO(TorchCheckpointIO):
 class RandomStates(Callback):
     """A callback of Lightning's ``Trainer`` that saves the random states of each process, which Lightning does not.
 
-    With it and a stateful loader, a run that was killed within an epoch ends as if it had not been interrupted.
+    With this and a stateful loader, a run that was killed within an epoch ends as if it had not been interrupted.
 
     Example:
         >>> from fastckpt.integrations.lightning import RandomStates
@@ -267,7 +267,7 @@ class RandomStates(Callback):
         states: list[Any] = [{**state, "numpy": (name, keys.tolist(), *rest)}] * trainer.world_size
         if trainer.world_size > 1:
             if trainer.state.status == TrainerStatus.INTERRUPTED:
-                return  # the other processes may not come
+                return  # the other processes may not take part
             torch.distributed.all_gather_object(states, states[0])
         checkpoint[_RANDOM] = states
 

@@ -259,7 +259,7 @@ def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: st
     Raises:
         CorruptCheckpointError: the manifest of the checkpoint is damaged.
         FileNotFoundError: there is no such file.
-        safetensors.SafetensorError: it is not a file of safetensors, or an argument is wrong.
+        safetensors.SafetensorError: the file is not one of safetensors, or an argument is wrong.
 
     Example:
         >>> import fastckpt, numpy

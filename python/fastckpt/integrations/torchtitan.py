@@ -42,7 +42,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, if
       torchtitan's adapter for the model keeps all of them; otherwise there is a warning.
 
-    A run resumes from the newest checkpoint that verifies and is not a model only. ``initial_load_path`` may be a
+    A run resumes from the newest checkpoint that verifies and has more than a model. ``initial_load_path`` may be a
     checkpoint of this manager, of torch.distributed.checkpoint, or of Hugging Face.
 
     Args:
@@ -106,7 +106,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         state = self._state([MODEL] if model_only else self._parts(), hugging_face=hugging_face, exports=model_only)
         if DATALOADER in state:
             state[DATALOADER] = {key: state[DATALOADER][key] for key in self._loader_keys if key in state[DATALOADER]}
-        if self._ranks.leads:  # torchtitan's own manager may have been killed in a save
+        if self._ranks.leads:  # a save of torchtitan's own manager may have been killed
             clear(self._manager.path(curr_step))
         self.save_future: Any = self._manager.save(
             curr_step,
@@ -169,7 +169,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         Face's; from_quantized: whether these are quantised.
 
         Raises:
-            CheckpointError: it is damaged, or lacks a tensor.
+            CheckpointError: the checkpoint is damaged, or lacks a tensor.
         """
         is_theirs, find = from_hf or is_url(checkpoint_id), partial(_mark_of, checkpoint_id)
         if is_theirs or (mark := self._ranks.first("load: mark", find)) is None:

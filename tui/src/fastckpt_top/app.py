@@ -1,4 +1,4 @@
-"""The Textual application: keys, timer, signals. `views` paints the screen."""
+"""The Textual application: keys, timer and signals; `views` paints the screen."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class TopApp(App[None]):
         await super().on_event(event)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether an action is possible: during text input keys are letters, and only clearing and quitting are."""
+        """Whether an action is possible: during text input keys are letters, and only clearing and quitting remain."""
         del parameters
         return not self.prompt.asking or action in ("clear", "quit")
 

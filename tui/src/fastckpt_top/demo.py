@@ -88,7 +88,7 @@ class DemoSource:
         """The records that a longer observation would have seen, so that the first screen is not empty.
 
         Args:
-            seconds: How many seconds before the present they begin, at most to the beginning of the cycle.
+            seconds: How many seconds before the present the records begin, at most to the beginning of the cycle.
             interval: Seconds between two snapshots.
         """
         now = self._mono()
@@ -106,7 +106,7 @@ class DemoSource:
         return Snapshot(mono, self._real_zero + t, HOST, procs, (), ("demo",))
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no file is open."""
 
     def _proc(self, rank: int, t: float) -> Proc:
         header = _header(rank)

@@ -32,7 +32,7 @@ def errno_name(number: int) -> str:
 
 
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
-    """The operations of a process whose records were read, with its current ones.
+    """The operations of a process whose records were read before, and those whose records it has now.
 
     Operations that have left their segment do not come back: old ones are forgotten, so that they do not accumulate.
     """
@@ -46,19 +46,19 @@ class Group:
 
     Attributes:
         team: The common feature of the ranks: their process group, or the job's name.
-        kind: As in the segment.
+        kind: The kind, as a number of the segment.
         label: Base name of the target.
         step: Training step, -1 if unknown.
         copies: Whether it moves a checkpoint from one place to another.
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
-        gpus: GPUs while it ran; 0 not yet known.
+        gpus: GPUs while it ran; 0 if not yet known.
         target: Their target in bytes/s while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, including those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
         told_end: Whether its end was reported; `told_change` is the same for its changes.
         was_running: Whether it was ever seen running.
-        job: Key of its job.
+        job: The key of its job.
         causes: How often each cause was seen to hold it back.
         said: The sentence about it, and the facts from which it was made.
         stalls: By process, how often it stood still.

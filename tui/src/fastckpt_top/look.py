@@ -28,7 +28,7 @@ class Look:
         job_of: Process key -> key of its job.
         target: The user's target; None to follow the processes.
         gpus: GPUs that targets are multiplied by; None to count them.
-        devices: As `Snapshot.devices`.
+        devices: `Snapshot.devices`.
     """
 
     mono: float

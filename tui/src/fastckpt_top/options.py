@@ -126,7 +126,7 @@ def _add_debug(made: argparse.ArgumentParser) -> None:
     debug.description = f"{words.capitalize()}."
     made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump} [options]"
     commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
-    # Without defaults, which would override options before `debug`.
+    # The subcommands have no defaults, which would override options before `debug`.
     found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--json", action="store_true", help="print JSON lines")
     clean = commands.add_parser(

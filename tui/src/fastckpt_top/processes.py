@@ -20,8 +20,8 @@ _HELD: Final = "D"
 class Kernel:
     """The kernel's view of processes, from /proc, as far as it is visible from here.
 
-    A pid means nothing without its PID namespace, and a start time nothing without its time namespace and boot. If
-    these are not the reader's, the process is found by the lock on its segment, or its state stays unknown.
+    A pid is valid only in its PID namespace, and a start time only in its time namespace and boot. If these are not the
+    reader's, the process is found by the lock on its segment, or its state stays unknown.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class Recorder:
         ticks: Ticks written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The recording cannot be written.
     """
 
     def __init__(self, path: str, largest: int = LARGEST) -> None:

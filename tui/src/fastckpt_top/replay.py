@@ -45,7 +45,7 @@ class Recording:
         first: The first tick with a running operation; 0 without one.
 
     Raises:
-        ReplayError: It cannot be read, is not a recording, or is one of another major version.
+        ReplayError: The file cannot be read, is not a recording, or is one of another major version.
     """
 
     def __init__(self, path: str) -> None:
@@ -166,10 +166,10 @@ class Replay:
     Attributes:
         model: The model at the current position.
         playing: Whether time passes.
-        speed: Times real time.
+        speed: The current speed, as a multiple of real time.
 
     Raises:
-        ReplayError: It cannot be read.
+        ReplayError: The recording cannot be read.
     """
 
     live = False

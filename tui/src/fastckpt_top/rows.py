@@ -175,7 +175,7 @@ class Row:
         straggler: Whether the node waits for it.
         engine: `uring`, `threads`, `buffered`, `unknown`, or empty.
         direct: Whether O_DIRECT is used.
-        mixed: Whether part goes through the page cache nevertheless.
+        mixed: Whether part of the data goes through the page cache in spite of `direct`.
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
         refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
@@ -192,7 +192,7 @@ class Row:
         p50_s: Median latency of this operation as far as it was watched; None if unknown.
         p99_s: 99th percentile.
         histogram: Requests by latency (docs/telemetry.md 5.4).
-        spark: Bytes/s, one value a column.
+        spark: Bytes/s, one value per column.
         threads: Its worker threads.
         job_key: The job that it belongs to.
         user: Name of its user, or the number if it has none.
@@ -306,7 +306,7 @@ class NodeOp:
         target_source: The origin of the target, as `Target.source`.
         changed: After a save, groups and the share of their bytes that has changed; empty if unknown.
         sentence: The most important fact about it; None if there is none.
-        safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
+        safe: `Job.safe` of its job, for a save that has ended and for drains.
     """
 
     kind: str

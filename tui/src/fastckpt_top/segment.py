@@ -107,7 +107,7 @@ def _at(offset: int, code: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The publishing process, and the places of the tables. Field by field as in docs/telemetry.md 5.1."""
+    """The publishing process, and the places of the tables, with the fields of docs/telemetry.md 5.1."""
 
     major: int = _at(0x08, "H")
     minor: int = _at(0x0A, "H")

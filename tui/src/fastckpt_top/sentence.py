@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHORT: Final = 36
 """The most cells of the shortest words."""
 _MOST: Final = 0.5
-"""The share of ranks from which their wait counts as the operation's."""
+"""The least share of ranks whose wait counts as that of the operation."""
 _WAITED: Final = {
     "disk": "its ranks waited for the disk",
     "source": "its ranks waited for the source",
@@ -199,7 +199,7 @@ def _one(op: NodeOp, row: Row, words: str, short: str, *, why: str = "", others:
     Args:
         op: The operation.
         row: The rank.
-        words: What it does.
+        words: The words for what the rank does.
         short: The same words where there is less room.
         why: The reason; empty for the rank's own.
         others: What the other ranks do meanwhile.
@@ -372,7 +372,7 @@ def _all(those: Sequence[Row], op: NodeOp) -> str:
 
 
 def _made(level: str, row: str, *words: str) -> Sentence:
-    """A sentence; words that are no shorter than those before them are left out, and the last are short enough."""
+    """A sentence of several wordings: each is shorter than the one before, and the last has at most `SHORT` cells."""
     kept: list[str] = []
     for one in words:
         if not kept or text.width(one) < text.width(kept[-1]):

@@ -53,7 +53,7 @@ class Series:
         mean over it: a shorter peak is lowered, not lost.
 
         Args:
-            seconds: How far back.
+            seconds: The seconds before now that the parts cover.
             cells: Number of parts.
 
         Returns:

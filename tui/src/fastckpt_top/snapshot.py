@@ -48,7 +48,7 @@ class Proc:
 
     @property
     def rank(self) -> int:
-        """Its rank: in its process group if it saves or loads with others, else the launcher's; -1 if unknown."""
+        """The rank: that of the process group if it saves or loads with others, else the launcher's; -1 if unknown."""
         return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
 
     @property

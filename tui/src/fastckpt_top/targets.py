@@ -103,7 +103,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the current one, cyclically: the tiers, then the command line's if it is no tier."""
+    """The target after the current one, in a cycle of the tiers and of the command line's target if it is no tier."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

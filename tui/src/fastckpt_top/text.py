@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GB: Final = 1e9
-"""Bytes of the unit that storage targets are given in."""
+"""Bytes of a GB, the unit of storage targets."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -79,7 +79,7 @@ ASCII: Final = Glyphs(
 
 
 def clean(text: str) -> str:
-    """Make a foreign string harmless to show.
+    """Make a foreign string safe to show.
 
     Args:
         text: Anything that a process wrote into its segment.

@@ -20,9 +20,9 @@ COLUMNS: Final = 64
 COLUMN_S: Final = 0.5
 """Seconds per column, whatever the interval of looks."""
 HEARTBEAT_STALL_S: Final = 2.0
-"""Seconds without a heartbeat during an operation that mean a stopped process."""
+"""If there is no heartbeat for this many seconds during an operation, the process has stopped."""
 PROGRESS_STALL_S: Final = 3.0
-"""Seconds without a byte while writing or reading that mean stuck I/O."""
+"""If no byte moves for this many seconds while writing or reading, the I/O is stuck."""
 COPY_STALL_S: Final = 10.0
 """The same for a copy, because a store may take a while to accept a part."""
 MOVING: Final = (Phase.WRITE, Phase.READ, Phase.COPY, Phase.DRAIN, Phase.FETCH)
@@ -289,7 +289,7 @@ def _latest(proc: Proc, op: Operation) -> int:
 
 
 def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
-    """Seconds from an operation's start to now. Two clocks are only compared if they are the same clock."""
+    """Seconds from an operation's start to now. The reader's clock is used only if it is also the process's."""
     if proc.same_clock:
         return max(mono - op.t_start_mono_ns / 1e9, 0.0)
     return max(_latest(proc, op) - op.t_start_mono_ns, op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9

@@ -26,7 +26,7 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     """Refuse shares that fit neither on the disk nor in memory.
 
-    At any time the disk holds one copy: of the checkpoints, or of the plain files. In memory each rank has its state
+    At any time the disk holds one copy of either the checkpoints or the plain files. In memory each rank has its state
     and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
@@ -38,7 +38,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         Why hot loads are left out, or None.
 
     Raises:
-        ValueError: it does not fit; the message names a size that would.
+        ValueError: a share does not fit; the message names a size that would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
     what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"

@@ -89,7 +89,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
     the last one gets the bytes of the later groups.
 
     Raises:
-        ValueError: not every tensor gets an element.
+        ValueError: a tensor would get no element.
     """
     sizes = [share.weights] * (share.weights > 0) + [share.optimizer // 3] * 3
     groups = list(_GROUPS if share.weights else _GROUPS[1:])

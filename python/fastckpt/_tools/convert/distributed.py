@@ -54,7 +54,7 @@ class Directory:
         items: its entries, by dotted keys.
 
     Raises:
-        CorruptCheckpointError: it is damaged.
+        CorruptCheckpointError: the directory is damaged.
         UnsupportedTypeError: it was written with extensions, or its table holds unsupported values.
     """
 
@@ -139,7 +139,7 @@ class Directory:
         """A value, or a piece of a tensor, as views of the mapped file.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
+            CorruptCheckpointError: the value or piece is damaged.
             UnsupportedTypeError: it holds more than plain values and tensors.
         """
         item = self.items[key]

@@ -46,7 +46,7 @@ def check(source: Path) -> None:
     """Read ``source`` in a child.
 
     Raises:
-        RefusedError: it cannot be read, or not within the limits.
+        RefusedError: the source cannot be read, or not within the limits.
     """
     with _answer() as answer:
         command = [sys.executable, "-c", _PROGRAM, os.fspath(source.absolute()), str(answer.fileno()), *sys.path]
@@ -92,7 +92,7 @@ def _answer() -> BinaryIO:
 
 
 def look(path: str, answer: int) -> None:
-    """In the child: read the file, and answer in JSON, with an exception or an empty object."""
+    """Read the file in the child, and write the exception or an empty object to ``answer`` as JSON."""
     from fastckpt._state.flatten import flatten  # noqa: PLC0415
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - before the limits, which are for the file alone
     from fastckpt.exceptions import CheckpointError  # noqa: PLC0415

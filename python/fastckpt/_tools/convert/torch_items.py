@@ -189,7 +189,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    # Not getattr, which makes torch import further modules.
+    # `getattr` is not used, because it makes torch import further modules.
     found = vars(torch).get(name)
     return found if type(found) is torch.dtype else None
 
@@ -219,7 +219,7 @@ class Archive:
         content: the bytes of it, as an array over the mapping.
 
     Raises:
-        zipfile.BadZipFile: it is not a zip file.
+        zipfile.BadZipFile: the content is not a zip file.
     """
 
     def __init__(self, torch: Any, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -236,7 +236,7 @@ class Archive:
         """The value, its tensors as views of the mapping.
 
         Raises:
-            UnpicklingError: it holds more than plain values and tensors.
+            UnpicklingError: the file holds more than plain values and tensors.
         """
         if self._zip.getinfo(self._name).compress_type:
             raise zipfile.BadZipFile("its data.pkl is compressed, which torch does not do")

@@ -1,4 +1,4 @@
-"""Measures about two seconds of writing and reading: with plain I/O, and by save and load. It removes its files."""
+"""Measures about two seconds of writing and reading, with plain I/O and by save and load; removes its files."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes that each of a group of GPUs writes.
+    """A group of GPUs that write equally many bytes each.
 
     Attributes:
         gpus: their number.
-        bytes: the bytes of each.
+        bytes: the bytes that each of them writes.
     """
 
     gpus: int

@@ -42,7 +42,7 @@ class Point:
 
     Attributes:
         name: the origin of the interval, or empty.
-        interval: seconds from start to start.
+        interval: seconds from the start of one checkpoint to the next.
         simulated: mean share of time that became kept training.
         error: its standard error.
         formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
@@ -113,7 +113,7 @@ def gaps(
     Args:
         random: the generator to draw from.
         accelerators: their number; each has its own life, new at the start and after each failure.
-        mttf: of one accelerator, in seconds.
+        mttf: mean time to failure of one accelerator, in seconds.
         horizon: seconds that are simulated.
         shape: Weibull shape; 1 is exponential, less means early failures, more means wear.
 
@@ -208,8 +208,8 @@ def simulate(
         restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds from when training continues until a checkpoint is durable.
         duration: seconds of each run.
-        runs: their number, at least 10.
-        seed: of the random numbers; the same one gives the same result.
+        runs: the number of runs, at least 10.
+        seed: the seed of the random numbers; the same seed gives the same result.
         shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas assume.
         others: names and intervals, in seconds, to compare as well.
 

@@ -1,4 +1,4 @@
-"""The cells of rows of ranks and of threads, and the meaning of their words and signs."""
+"""The cells in the rows of ranks and threads, and the meaning of their words and signs."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def level(fraction: float | None, glyphs: text.Glyphs) -> str:
 
 
 def threads(frame: Frame, row: Row, cells: int) -> Line:
-    """One cell per thread, as high as its share of its target. More threads than cells are grouped by their worst."""
+    """One cell per thread, as high as its share of its target. With too few cells, each shows the worst of a group."""
     line = Line()
     count = len(row.threads)
     shown = min(count, cells)

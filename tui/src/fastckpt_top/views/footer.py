@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Event, Job
 
 EVENT_SHOWN_S: Final = 60.0
-"""How long a warning is shown, seconds."""
+"""Seconds for which a warning is shown."""
 
 
 def keys(frame: Frame) -> Line:

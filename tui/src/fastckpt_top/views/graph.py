@@ -1,4 +1,4 @@
-"""The graph: bytes/s written and read over time, on a linear axis from round numbers. Pure."""
+"""The graph: bytes/s written and read over time, on a linear axis with round numbers. Pure."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Columns:
         left: Cells for the work, and its rate.
         bar: Cells for the bars themselves; 0 for none.
         right: Cells for the remaining time, and its reliability.
-        size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with hardly that.
+        size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with less.
     """
 
     left: int

@@ -23,7 +23,7 @@ WIDE: Final = 56
 LEAD: Final = 5
 """The fewest rows above a grid."""
 MOST: Final = 0.6
-"""The most of the screen's height that the ranks ask for, as a share, unless showing them all takes more."""
+"""The largest share of the screen's height for the ranks, unless showing them all takes more."""
 OPTIONAL: Final = ("wait", "state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
 """Columns that may be missing, the most important first. Rank, rate and percentage never are."""
 
