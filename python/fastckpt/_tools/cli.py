@@ -292,7 +292,7 @@ def _verify_all(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[
     found, lines, statuses = fastckpt.list(options.path), [], []
     if not found:
         raise NotACheckpointError(
-            f"verify --all {options.path}: no checkpoint is in it: give a directory that holds some"
+            f"verify --all {options.path}: no checkpoint is in it: give a directory with checkpoints"
         )
     checkpoints: list[dict[str, Any]] = []
     for one in found:

@@ -168,7 +168,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
 def _check_target(path: Path, *, automatic: bool) -> None:
     """Refuse a directory that is in use."""
     if automatic and path.exists() and (is_sound(str(path)) or not is_ours(path)):
-        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
+        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to an unused number")
     _core.check_target(str(path.absolute()), True)
 
 

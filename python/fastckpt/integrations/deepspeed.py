@@ -97,7 +97,7 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
         f"state_dict() with tensors beside the model's parameters and buffers, such as a copy ({strangers})": strangers,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: end install(), and DeepSpeed may")
+        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: uninstall() lets DeepSpeed do it")
 
 
 @contextmanager
@@ -278,7 +278,7 @@ def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool,
     optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
-        raise ValueError(f"load_checkpoint: {path} has other parameter groups: create the same, or load_module_only")
+        raise ValueError(f"load_checkpoint: {path} has other parameter groups: use the same, or load_module_only=True")
     into, states = defaultdict[str, dict[str, Any]](dict), dict[Any, dict[str, Any]]()
     for name, _, _, flat, part in own:
         _, group = saved.get(name, (0, {"tensors": (), "rest": {}}))

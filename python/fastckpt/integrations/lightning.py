@@ -277,7 +277,7 @@ class RandomStates(Callback):
             return
         states = checkpoint.get(_RANDOM, [])
         if len(states) != trainer.world_size:
-            LOG.warning("fastckpt: random states are not restored: those saved are of %d processes", len(states))
+            LOG.warning("fastckpt: random states are not restored: the saved ones are of %d processes", len(states))
             return
         self._own = states[trainer.global_rank]
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})

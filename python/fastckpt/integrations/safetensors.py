@@ -222,7 +222,7 @@ class _Loader(AbstractContextManager["_Loader"]):
 
     def take(self, name: str) -> Any:
         if os.getpid() != self._process or (future := self._futures.pop(name, None)) is None:
-            raise SafetensorError(f"prefetch: {name!r} is not in the plan, was taken, or this was closed, or forked")
+            raise SafetensorError(f"prefetch: {name!r} is not in the plan, was taken, or prefetch was closed or forked")
         return future.result()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -193,7 +193,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         found = whole + theirs
         if not found and marks.keys() - {0}:
             raise ValueError(
-                f"load: {manager.path(max(marks))} is the end of a run, and has the model alone: give it as "
+                f"load: {manager.path(max(marks))} is the end of a run, and holds only the model: give it as "
                 "initial_load_path of a run with another folder"
             )
         seed = [0] if 0 in marks and not theirs else []

@@ -126,7 +126,7 @@ class Transfer:
                 moved = self._move(number, length, offset)
                 if moved != length:
                     short = f"{self._what} of {self._path} at {offset} moved {moved} of {length} bytes"
-                    raise OSError(errno.EIO, f"{short}: look into the kernel's log")  # noqa: TRY301
+                    raise OSError(errno.EIO, f"{short}: see the kernel's log")  # noqa: TRY301
                 if self._failure is not None:
                     return
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it

@@ -164,7 +164,7 @@ def _open(path: Path, source: Path, library: ModuleType) -> None:
     except library.SafetensorError as error:
         raise CheckpointError(
             f"cannot export {source}: the package safetensors refuses the file made of it, which is a defect of "
-            f"fastckpt; report it, with what safetensors says: {first_line(error)}"
+            f"fastckpt; report it with this message of safetensors: {first_line(error)}"
         ) from error
 
 

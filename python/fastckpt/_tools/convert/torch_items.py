@@ -250,7 +250,7 @@ class Archive:
         begin = at + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         found = self._content[begin : begin + info.file_size]
         if info.compress_type or len(found) != info.file_size or zlib.crc32(found.data) != info.CRC:
-            raise zipfile.BadZipFile(f"the bytes of the storage {key!r} are not what their checksum says")
+            raise zipfile.BadZipFile(f"the bytes of the storage {key!r} do not match their checksum")
         return found
 
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
     refused = (*_RULES, "sweep") if options.simulate else tuple(_SIMULATED)
     if given := job(options, refused):
-        how = "does not go with" if options.simulate else "is for"
+        how = "cannot be combined with" if options.simulate else "requires"
         raise ValueError(f"plan: {option(next(iter(given)))} {how} --simulate: leave it out")
     if options.simulate:
         from . import simulate_command  # noqa: PLC0415

@@ -111,7 +111,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     check(gpus_per_node=gpus_per_node, max_in_flight=max_in_flight)
     if ep > 1 and not held.expert_weights:
         raise ValueError(
-            "plan: expert parallelism needs to know the experts: give config=, or params= and expert_params="
+            "plan: expert parallelism requires the expert parameters: give config=, or params= and expert_params="
         )
     shares, restore_bytes = where.shares(held), where.bytes_to_restore(held)
     target = None if target_seconds is None else units.seconds("target_seconds", target_seconds)
