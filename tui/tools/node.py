@@ -159,7 +159,7 @@ class Node(ExitStack):
             if probe():
                 return
             time.sleep(max(due - time.monotonic(), 0.0))
-        raise TimeoutError(f"the ranks did not get so far in {PATIENCE_S:g} s: {self._heard()}")
+        raise TimeoutError(f"the awaited state did not come in {PATIENCE_S:g} s: {self._heard()}")
 
     def until_done(self) -> None:
         """Watch until all ranks have answered, and look once more."""
@@ -186,7 +186,7 @@ class Node(ExitStack):
 
 
 def _end(child: subprocess.Popen[bytes], group: Path) -> None:
-    """Kill a rank, and return what is left of it to the root cgroup, so that its own cgroup can be removed."""
+    """Kill a rank, and wait until its cgroup is empty, so that the cgroup can be removed."""
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):

@@ -48,7 +48,7 @@ class AfterSave:
     leftovers: Leftovers
     drain: Drain | None
     leads: bool
-    #: One event for each work in progress, set when that work is done.
+    #: One event for each piece of work in progress, set when that piece is done.
     _open: list[Event] = field(default_factory=list, init=False)
     # Reentrant: a signal handler that saves may run in between.
     _lock: Any = field(default_factory=threading.RLock, init=False)
@@ -101,7 +101,7 @@ class AfterSave:
         if self.drain is not None:
             self.drain.add(step)
         if self.leads:
-            # Done without the lock: a signal handler takes it, perhaps while its thread holds the catalogue's lock.
+            # Not under `_lock`: a signal handler takes `_lock`, perhaps while its thread holds the catalogue's lock.
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
         with self._lock:

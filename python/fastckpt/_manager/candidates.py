@@ -79,7 +79,7 @@ class Candidates:
     def candidates_of(self, step: int, *, needed: bool) -> list[Candidate]:
         """The checkpoints of a step to try, the local one first; if they differ, the one of the branch that saved last.
 
-        A manager that may write reads both tiers: its saves must come after all others. A read-only one reads no store.
+        A manager that may write reads both tiers: its saves must come after all existing ones. Others read no store.
 
         Raises:
             OSError: the remote tier does not answer, and is ``needed``.

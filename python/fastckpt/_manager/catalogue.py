@@ -3,7 +3,7 @@
 All facts are in the checkpoint's own metadata. Reading them opens its manifest, so they are cached in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry counts only while the checkpoint is the same one, by
 :meth:`.directory.Directory.identity`. Without the file, or with a damaged one, all facts are read again from the
-checkpoints. The file also has the place of the last save in the lineage, so that its branch is followed even if its
+checkpoints. The file also has the last save's place in the lineage, so that its branch is followed even if its
 checkpoint has lost its manifest.
 """
 
@@ -97,7 +97,7 @@ class Catalogue:
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
-        """The place of the last save in the lineage."""
+        """The last save's place in the lineage."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
     def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:

@@ -51,9 +51,9 @@ class Asked:
         left: seconds until a save for them must be done; None for no limit.
         saved: the step that needs no further save.
         due: whether a policy wants the step; only the coordinator's value counts.
-        apart: the least seconds for which the ranks may continue without asking each other; as for ``due``.
+        apart: how many seconds at least the ranks may continue without a round; only the coordinator's value counts.
         over: whether nothing that this rank waits for is in flight.
-        plan: the place in the lineage for a save of the step; as for ``due``.
+        plan: the place in the lineage for a save of the step; only the coordinator's value counts.
         watch: called while this rank waits for the others. If it raises, the round ends; the other ranks of the round
             learn of the error, but ranks in another round do not.
     """
@@ -289,8 +289,8 @@ class Crew:
 
         One rank of each other host may ``help_it``, given its :attr:`share`. All ranks are at the same ``step``.
 
-        No two rounds have the same ``operation``, so that a rank that alone has abandoned one round never accepts the
-        answer of another.
+        Each kind of round has its own ``operation``, so that a rank that alone has abandoned a round never accepts the
+        answer to another kind.
 
         Raises:
             RanksError: ``find`` failed.
@@ -345,7 +345,7 @@ class Crew:
                 raise RankLeft(why)
 
     def miss_save(self, path: str, why: str) -> None:
-        """Tell the others, in the save that they begin now, that this rank does not take part; waits only briefly."""
+        """Tell the others, which begin a save now, that this rank takes no part in it; wait for them only briefly."""
         if self._session is None:
             return
         # Before the first save no rank knows the others: the message of a rank that leaves at once would be lost.

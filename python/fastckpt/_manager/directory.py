@@ -222,7 +222,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove leftovers of killed copies of the steps for which ``is_over``: no process continues them.
+        """Sweep, and remove leftovers of killed copies of each step that no process continues, as ``is_over`` reports.
 
         Raises:
             OSError: the directory cannot be read.

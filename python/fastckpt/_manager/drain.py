@@ -38,7 +38,7 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, at first and at most.
 _FIRST, _MOST = 1.0, 60.0
-#: Seconds between two checks of a waiting call whether something more urgent has come.
+#: Seconds between two checks by a waiting call for something more urgent.
 _LOOK = 0.1
 
 #: Drains whose thread is running, or must run before the process ends.

@@ -126,7 +126,7 @@ class History:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
-            # An older fork is omitted if the new one leaves behind all that it does.
+            # A fork is omitted if the new fork leaves behind all checkpoints that the older one left.
             more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
             forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}

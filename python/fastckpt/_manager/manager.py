@@ -287,7 +287,7 @@ class Manager:
             signals: their numbers; by default SIGTERM.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
                 that is not durable after nine tenths of it is abandoned, and nothing of it stays. None: no limit.
-            exit: whether to end the process without an earlier handler; if not, the loop must check :attr:`preempted`.
+            exit: whether the process ends if there is no earlier handler; else the loop must check :attr:`preempted`.
 
         Raises:
             RuntimeError: this is not the main thread, or the manager is read-only.

@@ -33,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 
 #: The share of the grace period for the save; the rest is for removing a save that takes longer, and for exit.
 _SHARE = 0.9
-#: The least seconds for a save that all ranks began in time.
+#: The minimum time, in seconds, for a save that all ranks began in time.
 _LEAST = 0.01
 
 
@@ -137,14 +137,14 @@ class Signals:
 
     @property
     def end(self) -> float:
-        """Until when other work may take time after the answered signals; infinite once the whole grace period is over
-        and the process still lives.
+        """The time until which other work may continue after the answered signals; infinite once the whole grace period
+        is over and the process still lives.
         """  # noqa: D205 - two sentences that belong together
         over = self._end + self.grace * (1 / _SHARE - 1)
         return self._end if time.monotonic() < over else math.inf
 
     def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
-        """Answer these signals, as all ranks do, whichever rank they came to; ``left`` seconds are left for a save."""
+        """Record that all ranks must answer these signals, whichever rank got them; ``left`` seconds remain to save."""
         if self._called is self._pending:
             return
         deadline = min(self.deadline, math.inf if left is None else time.monotonic() + left)

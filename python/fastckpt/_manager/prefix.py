@@ -183,7 +183,7 @@ class Prefix:
             logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
     def whole(self, names: Iterable[str]) -> dict[str, Identity]:
-        """Those of these names that have a manifest, in the same order, with the identities of the checkpoints.
+        """The given names that have a manifest, in the same order, each with the identity of its checkpoint.
 
         Raises:
             OSError: the store does not answer, or refuses.

@@ -89,7 +89,7 @@ class Remote(Tier[Place]):
         return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
-        """Those of the waiting steps, given with their numbers, that this tier's policies would not keep.
+        """The waiting steps that this tier's policies would not keep; ``waiting`` has each step's number in the queue.
 
         Raises:
             OSError: this tier does not answer.
@@ -113,7 +113,7 @@ class Remote(Tier[Place]):
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
         """Work after a copy to this tier: update ``latest``, copy the pin, remove older checkpoints and leftovers.
 
-        The step had this ``number`` in the queue, and ``was_there`` if nothing had to be copied. One that ``waits``
+        The step had this ``number`` in the queue, and ``was_there`` if nothing had to be copied. A step that ``waits``
         must still be copied. A checkpoint that the run has left does not count as the newest for retention.
         """
         local, place = self._local, self.place

@@ -147,7 +147,7 @@ class Loader:
                 continue
             if not failures.skips:
                 raise found.error
-            # Otherwise its copy on the remote tier comes next.
+            # If this is not the last try of the step, its copy on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
                 skipped[one.step] = failures.listed[0].why
@@ -234,7 +234,7 @@ class Loader:
             except (CheckpointError, FileNotFoundError):
                 continue  # nothing of this checkpoint will be loaded
             except OSError:
-                lacks = True  # to be safe: it is unknown
+                lacks = True  # unknown, so verify to be safe
             if lacks:
                 report = verify(path)
                 if not report.ok:
@@ -307,7 +307,7 @@ class _Failure(NamedTuple):
 class _Failures(NamedTuple):
     """Why ranks have failed: the first failure, the number of others, and the names of all exceptions.
 
-    An older checkpoint may be loaded instead if each failed rank ``skips`` this one; it is ``gone`` if each reports so.
+    An older checkpoint may be loaded if each failed rank ``skips`` this one, which is ``gone`` if each reports so.
     """
 
     listed: list[_Failure]

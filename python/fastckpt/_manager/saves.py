@@ -153,7 +153,7 @@ class Saves:
         try:
             self.report = pending.result(seconds_until(end))
         except Exception as error:
-            # Once the failure is known on this rank, the step may be saved again, and is no base.
+            # Once the failure is known on this rank, the step may be saved again, and it is not used as a base.
             with contextlib.suppress(TimeoutError):
                 self.after_save.wait(end)
             if pending.done() and self.pending is pending:

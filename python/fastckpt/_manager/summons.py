@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.peers import Peers
 
-#: Seconds between two checks whether this rank must call; and the most seconds for leaving the others.
+#: Seconds between two checks of whether this rank must call; and the most seconds for leaving the others.
 _LOOK, _LEAVING = 0.5, 5.0
 
 
@@ -42,7 +42,7 @@ class Came(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call for a boundary: the signals that have come, and until when a save for them must be done."""
+    """A call for a boundary: the signals that have come, and the time by which a save for them must be done."""
 
     signals: tuple[int, ...]
     until: float | None
@@ -54,7 +54,7 @@ class Called(NamedTuple):
 
 
 class RankLeft(BaseException):
-    """A rank leaves the others. It is no ``Exception``, because the rank leaves without waiting for an answer."""
+    """A rank leaves the others. It is not an ``Exception``, because the rank leaves without waiting for an answer."""
 
 
 class Summons:

@@ -29,14 +29,14 @@ class Known:
     """The facts that all ranks know of values, and of tensors that need boxes.
 
     Args:
-        answer: the result of :func:`decide_told`.
+        answer: the result of :func:`decide_told`, and the warnings, if any, after it.
 
     Attributes:
         model_key: the coordinator's option.
         values: for each value with tensors, by its key, its rank and the tensors.
         strange: the keys of tensors that some rank can describe only by boxes.
         planned: the keys in the plans of ranks whose planners may leave some out.
-        warnings: the two lists from which the warnings about different values are made.
+        warnings: the warnings about different values.
     """
 
     def __init__(self, answer: list[Any]) -> None:

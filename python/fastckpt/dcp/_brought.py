@@ -131,7 +131,7 @@ class Brought:
         #: For tensors, the items of the plan, and items that this rank adds because torch assigned them to other ranks.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
-        #: For values that cannot be stored but may be left out of all plans: the reason.
+        #: Why a value cannot be stored, by its key; all plans may leave such values out.
         self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()

@@ -79,7 +79,7 @@ class Fill:
         self.requests: list[Request] = []
         self._reader = reader
         self._asked: list[Asked] = []
-        #: The first targets of each place in memory; targets without a place by their identity.
+        #: The first target of each place in memory; targets without a place are under their identity.
         self._places: dict[Any, Asked] = {}
 
     def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
@@ -241,7 +241,7 @@ class Fill:
 
 
 def _unrepeated(target: Any, base: Sequence[int]) -> Any:
-    """Remove from a tensor the repeated elements that an expanded tensor of this base repeats, too."""
+    """A tensor without the elements that both it and an expanded tensor of this base repeat."""
     for dimension, (size, step) in enumerate(zip(base, target.stride(), strict=True)):
         if size == 1 and not step:
             target = target.narrow(dimension, 0, 1)

@@ -88,7 +88,7 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
 
 
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:
-    """Remove the oldest of these checkpoints until ``limit`` are left, but no protected one; the oldest comes first."""
+    """Remove the oldest of these ``paths``, given oldest first, until ``limit`` are left, but no protected one."""
     others = [path for path in paths if path not in protected]
     beyond = 0 if limit is None or limit <= 0 else max(0, len({*paths}) - limit)
     for path in others[:beyond]:

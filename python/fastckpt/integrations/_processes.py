@@ -85,7 +85,7 @@ def own_state(path: str) -> Any:
 
 
 def own_dtypes(states: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """The ``dtype`` for a load into these states in which their floating-point tensors keep their dtypes."""
+    """The ``dtype=`` with which floating-point tensors of these states keep their dtypes when a load fills them."""
     named = ((f"{key}.{name}", one) for key, state in states.items() for name, one in state.items())
     dtypes = {name: one.dtype for name, one in named if getattr(one, "is_floating_point", bool)()}
     return lambda tensor: dtypes.get(tensor.name)

@@ -97,7 +97,7 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
         f"state_dict() with tensors beside the model's parameters and buffers, such as a copy ({strangers})": strangers,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: uninstall() lets DeepSpeed do it")
+        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: use DeepSpeed without install()")
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
 def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
     """This process's part, perhaps empty, of each parameter of the optimizer, in the order of its groups.
 
-    Yields name, group number, weights, the optimizer's flat tensor, and a function that makes the part in such a one.
+    Yields name, group number, weights, the optimizer's flat tensor, and a function that makes the part of one like it.
     """
     optimizer = engine.optimizer
     groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])

@@ -221,7 +221,7 @@ class CheckpointIO(TorchCheckpointIO):
 
     def _settle(self, *, wait: bool = False) -> None:
         """Raise the error of a save that has ended; with ``wait``, wait for all saves."""
-        saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends now leaves the queue
+        saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends meanwhile leaves the queue
         while saves and (wait or saves[0].done()):
             if saves[0].exception() is not None:
                 with self._lock:  # the checkpoints to be removed stay: one may be the only good one
@@ -277,7 +277,7 @@ class RandomStates(Callback):
             return
         states = checkpoint.get(_RANDOM, [])
         if len(states) != trainer.world_size:
-            LOG.warning("fastckpt: random states are not restored: the saved ones are of %d processes", len(states))
+            LOG.warning("fastckpt: random states are not restored: they were saved by %d processes", len(states))
             return
         self._own = states[trainer.global_rank]
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})

@@ -37,8 +37,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     Its ``Config`` has the fields of torchtitan's own manager, with the same meaning. ``async_mode`` differs, and
     ``hugging_face`` is new:
 
-    - ``async_mode``: training continues once the state is copied (``"async"``, the default); at once, until the next
-      optimizer step waits for the copy (``"async_with_pinned_mem"``); or when it is durable (``"disabled"``).
+    - ``async_mode``: training continues once the state is copied (``"async"``, the default); at once, but the next
+      optimizer step waits for the copy (``"async_with_pinned_mem"``); or once all is durable (``"disabled"``).
     - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, if
       torchtitan's adapter for the model keeps all of them; otherwise there is a warning.
 

@@ -19,7 +19,7 @@ UNREADABLE: Final = 4
 
 
 def nothing_found(words: str) -> None:
-    """Print that nothing was found, and, if installed, another project's distribution ``fastckpt`` as the reason."""
+    """Print that nothing was found, and a possible reason: another project's distribution is called ``fastckpt``."""
     from importlib import metadata
 
     print(words, file=sys.stderr)

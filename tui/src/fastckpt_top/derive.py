@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack, ThreadTrack
 
 _RESTING: Final = (ThreadState.IDLE, ThreadState.FSYNC, ThreadState.PEERS)
-"""The states of a thread in which no rate is shown."""
+"""The states in which a thread is not judged by its rate."""
 _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
 
 

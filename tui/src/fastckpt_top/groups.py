@@ -62,7 +62,7 @@ class Group:
         causes: How often each cause was seen to hold it back.
         said: The sentence about it, and the facts from which it was made.
         stalls: By process, how often it stood still.
-        folded: For the kinds of events of which only the last is kept, that event.
+        folded: The last event of each kind of which only the last is kept.
     """
 
     def __init__(self, track: OpTrack) -> None:

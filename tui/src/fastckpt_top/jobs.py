@@ -36,7 +36,7 @@ class Jobs:
         return self._since.get(key, 0)
 
     def united(self, procs: Iterable[Proc]) -> tuple[Proc, ...]:
-        """The processes; those that wrappers, such as a shell for each rank, started one by one get one launch.
+        """The processes; those that wrappers, such as a shell for each rank, started one by one get a common launch.
 
         Such processes have the same number of ranks, one name, and overlapping lives. If a rank occurs twice, they keep
         their launches.

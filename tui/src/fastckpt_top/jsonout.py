@@ -1,7 +1,7 @@
 """JSON lines: one schema (schema.json) for --json, --record and --replay.
 
-A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`, in base
-units, null if unknown) and those for a replay (`procs`, the counters as they were in the segments, as arrays in the
+A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`: in base
+units, null if unknown) and those for a replay (`procs`: the counters as they were in the segments, as arrays in the
 order of docs/telemetry.md). Within `fastckpt-top/1` keys and array elements are only ever added.
 """
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 _FIELDS: Final[dict[type, dict[str, Any]]] = {
     kind: {one.name: one.default for one in fields(kind)} for kind in (Header, Process, Operation, Thread, History)
 }
-"""For each field, its name and its default; all values of the field have the type of the default."""
+"""For each kind of record, its fields by name, each with a default that has the type of all its values."""
 
 
 def header_line(model: Model) -> Json:

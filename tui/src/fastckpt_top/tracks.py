@@ -20,9 +20,9 @@ COLUMNS: Final = 64
 COLUMN_S: Final = 0.5
 """Seconds per column, whatever the interval of looks."""
 HEARTBEAT_STALL_S: Final = 2.0
-"""If there is no heartbeat for this many seconds during an operation, the process has stopped."""
+"""If there is no heartbeat for this many seconds during an operation, the process counts as stopped."""
 PROGRESS_STALL_S: Final = 3.0
-"""If no byte moves for this many seconds while writing or reading, the I/O is stuck."""
+"""If no byte moves for this many seconds while writing or reading, the I/O counts as stuck."""
 COPY_STALL_S: Final = 10.0
 """The same for a copy, because a store may take a while to accept a part."""
 MOVING: Final = (Phase.WRITE, Phase.READ, Phase.COPY, Phase.DRAIN, Phase.FETCH)

@@ -38,7 +38,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         Why hot loads are left out, or None.
 
     Raises:
-        ValueError: a share does not fit; the message names a size that would.
+        ValueError: the shares do not fit; the message names a size that would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
     what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"

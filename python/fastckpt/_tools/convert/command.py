@@ -35,7 +35,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     of.add_argument("destination", metavar="DST", type=path)
     of.add_argument("--format", choices=tuple(FORMATS), help="needed where DST is a directory")
     of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
-    of.add_argument("--keys", metavar="P", action="append", help="export only names that match P")
+    of.add_argument("--keys", metavar="P", action="append", help="export only entries whose names match P")
     of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")
     of.add_argument("--strip-prefix", metavar="P", action="append", help="hf: remove this prefix from names")
     of.add_argument("--files", metavar="F", type=path, action="append", help="hf: also copy this file (LICENSE.txt)")

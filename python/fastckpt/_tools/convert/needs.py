@@ -43,8 +43,8 @@ def unpickling_torch_for(source: Path) -> Any:
     torch = torch_for("import", source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
-            f"cannot import {source}: torch {torch.__version__} executes code that such a file names, whatever "
-            "weights_only is (CVE-2025-32434): use torch 2.6 or later"
+            f"cannot import {source}: torch {torch.__version__} executes code that such a file names, even "
+            "with weights_only=True (CVE-2025-32434): use torch 2.6 or later"
         )
     return torch
 

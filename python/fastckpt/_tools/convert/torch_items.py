@@ -447,7 +447,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
 
 
 class _View(io.RawIOBase):
-    """Return an array as a file."""
+    """An array as a file."""
 
     def __init__(self, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         super().__init__()

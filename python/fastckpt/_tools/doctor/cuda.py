@@ -48,7 +48,7 @@ def asking() -> Iterator[Callable[[], dict[str, Any]]]:
             text=True,
         )
     except (OSError, ValueError, TypeError) as error:
-        yield lambda error=error: {**nothing, "error": f"cannot query it: {error}"}  # type: ignore[misc]
+        yield lambda error=error: {**nothing, "error": f"cannot query the driver: {error}"}  # type: ignore[misc]
         return
 
     def answer() -> dict[str, Any]:

@@ -238,7 +238,7 @@ def _pick(record: Any, *names: str) -> dict[str, Any]:
 
 
 def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path) -> dict[str, Any]:
-    """The first directory that accepts the live counters (docs/telemetry.md), and whether it has room."""
+    """The first directory that accepts the live counters and has room (docs/telemetry.md), or else the first one."""
     found = [_counters_at(needed, Path(path), refused, root) for path, refused in places]
     room = (one for one in found if one["writable"] and (one["free_bytes"] is None or one["free_bytes"] >= needed))
     return next(room, found[0])

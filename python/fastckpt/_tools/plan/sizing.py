@@ -93,7 +93,7 @@ def contents(parameters: int, experts: int, each: tuple[float, float]) -> Conten
     """The contents of a checkpoint of a model.
 
     Args:
-        parameters: the parameters of the whole model.
+        parameters: the number of parameters of the whole model.
         experts: how many of them are in routed experts.
         each: bytes per parameter, from :func:`bytes_per_parameter`.
     """

@@ -95,7 +95,7 @@ def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
     """The pieces that fit, in order; from the first that does not fit on, those of lower rank are left out.
 
     Args:
-        pieces: Texts with ranks: the lower the rank, the more a piece matters; empty ones are left out.
+        pieces: Numbers and texts: the lower the number, the more a text matters; empty ones are left out.
         room: Cells.
         between: The text between two pieces.
     """

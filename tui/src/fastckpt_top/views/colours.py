@@ -21,7 +21,7 @@ ANSI_DARK: Final = {
     "target": "bright_magenta",
     "key": "bold cyan",
 }
-"""Styles of the 16 colours on a dark ground, in rich's words. `dim` is a colour, since SGR 2 is not everywhere."""
+"""Styles in the 16 colours on a dark ground, in rich's words. `dim` avoids SGR 2, which not all terminals have."""
 ANSI_LIGHT: Final = ANSI_DARK | {
     "title": "bold blue",
     "head": "blue",

@@ -21,7 +21,7 @@ _GUTTER: Final = 6
 _HEADROOM: Final = 1.04
 """The axis goes a little beyond the target, so that the target's line is never the upper edge."""
 _STEPS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""The numbers of which labels are multiples, times a power of ten."""
+"""Labels are multiples of one of these numbers times a power of ten."""
 _TIMES: Final = (5, 10, 15, 30, 60, 120, 300)
 _LABELS: Final = 4
 """The wanted number of labels beside the 0."""
