@@ -1,4 +1,4 @@
-"""Draws a screen as SVG for the documents, which looks the same in browsers, in an `<img>`, and in librsvg.
+"""Draws a screen for the documents as SVG that looks the same in browsers, in an `<img>`, and in librsvg.
 
 Text stays text. Characters that must join their neighbours without a seam (blocks, lines, braille dots) are drawn, and
 so are the marks, which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character

@@ -51,7 +51,7 @@ class Asked:
         left: seconds until a save for them must be done; None for no limit.
         saved: the step that needs no further save.
         due: whether a policy wants the step; only the coordinator's value counts.
-        apart: how many seconds at least the ranks may continue without a round; only the coordinator's value counts.
+        apart: the least seconds for which ranks may continue without a round; only the coordinator's value counts.
         over: whether nothing that this rank waits for is in flight.
         plan: the place in the lineage for a save of the step; only the coordinator's value counts.
         watch: called while this rank waits for the others. If it raises, the round ends; the other ranks of the round

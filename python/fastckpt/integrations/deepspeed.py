@@ -48,7 +48,7 @@ def install(*, io: Any = "auto") -> Installation:
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and their
     optimizer states. Any number of processes can resume from it, with ZeRO 1, 2 or 3. ``latest`` is written once the
-    checkpoint is durable. Each process gets back its own ``client_state``, or that of the first if it saved none.
+    checkpoint is durable. Each process gets its own ``client_state`` back, or that of process 0 if it saved none.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.

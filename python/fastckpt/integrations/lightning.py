@@ -62,7 +62,7 @@ def _load(options: Any, theirs: Any, path: Any, *how: Any, **more: Any) -> Any:
     where = how[0] if how else more.get("map_location")
     # If a function or a dict chooses the devices of tensors, they are loaded to the host.
     device = str(where) if isinstance(where, (str, torch.device)) else None
-    # Classes become plain values, of which the save has warned.
+    # The save has warned of classes that become plain values.
     return fastckpt.load(path, device=device, registry=fastckpt.Registry(undeclared="plain"), io=options["io"])
 
 

@@ -181,7 +181,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _candidates(self, step: int) -> list[int]:
         """The steps that may be loaded, the best first.
 
-        These are this manager's on the branch that saved last, torchtitan's own, and a seed if there is no other.
+        This manager's checkpoints on the branch that saved last; torchtitan's own; and a seed if there is no other.
         """
         if step != -1:
             return [step]

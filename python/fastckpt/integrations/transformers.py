@@ -247,7 +247,7 @@ def _run_epoch(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> No
 
 
 def _load_callback_state(_: Any, theirs: Any, trainer: Any) -> None:
-    theirs(trainer)  # it does so only on request, and makes new callbacks
+    theirs(trainer)  # it restores only on request, and makes new callbacks
     for name, saved in trainer.state.stateful_callbacks.items() if _run_of(trainer).resumed else ():
         ours = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == name]
         for callback, state in zip(ours, saved if isinstance(saved, list) else [saved], strict=False):

@@ -150,7 +150,7 @@ def proc_values(
     Raises:
         KeyError: An entry is missing.
         TypeError: A value has the wrong type, or an array is too short.
-        ValueError: A value is no number.
+        ValueError: A value is not a number.
         OverflowError: A number is infinite.
     """
     key = _text(proc["key"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LINGER_S: Final = 30.0
 """Seconds for which a process that exited cleanly stays in the table beside live ones of its job."""
 POST_MORTEM_S: Final = 600.0
-"""The same for a process that died in an operation, and for a process of a finished job after its end."""
+"""The same for a process that died in an operation, and for a process of a finished job, after its end."""
 GROUPS: Final = 16
 """The least number of ended operations to keep."""
 

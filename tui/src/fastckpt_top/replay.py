@@ -159,7 +159,7 @@ class Replay:
         path: The recording.
         target: The user's target; None for the target of the recording.
         gpus: The user's number of GPUs; None for that of the recording.
-        speed: How many times faster than real time.
+        speed: The speed at first, as a multiple of real time.
         now: Monotonic clock, seconds.
         job: Name or key of the only job that is looked at; empty for all.
 

@@ -124,7 +124,7 @@ def block(frame: Frame, width: int, height: int) -> list[Line]:
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:
-    """The label in this many cells; of one that is too long, the end of the step, which distinguishes steps."""
+    """The label in this many cells; if it is too long, the end of the step, which distinguishes steps."""
     label = frame.say(past.label)
     if text.width(label) > room and past.step is not None:
         return text.fit_front(str(past.step), room, frame.glyphs)
