@@ -171,7 +171,7 @@ def spoiled(path, how):
 
 
 SPOILED = {
-    "a byte of a tensor": (1, "are not what their checksum says"),
+    "a byte of a tensor": (1, "do not match their checksum"),
     "a file that is cut": (1, "is damaged"),
     "a file elsewhere": (1, "not a file beside it"),
     "a piece that is missing": (1, "are not the whole tensor"),

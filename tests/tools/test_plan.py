@@ -108,14 +108,14 @@ def test_notes_of_a_config_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({}, "say how many GPUs"),
+        ({}, "give the number of GPUs"),
         ({"gpus": 100, "tp": 8}, "100 GPUs are not a multiple of tp 8 x pp 1 = 8"),
         ({"gpus": 64, "tp": 8, "pp": 2, "dp": 3}, "tp 8 x pp 2 x dp 3 = 48 are not the 64 GPUs"),
         ({"gpus": 0}, "gpus must be at least 1, not 0"),
         ({"gpus": -8}, "gpus must be at least 1, not -8"),
         ({"gpus": 8, "tp": 0}, "tp must be at least 1"),
         ({"gpus": 8, "ep": 3}, "expert parallelism 3 must divide data parallelism 8"),
-        ({"gpus": 8, "ep": 2}, "needs to know the experts"),
+        ({"gpus": 8, "ep": 2}, "requires the expert parameters"),
         ({"gpus": 8, "zero": 4}, "stage from 0 to 3, not 4"),
         ({"gpus": 8, "zero": -1}, "stage from 0 to 3"),
         ({"gpus": 8, "gpus_per_node": 0}, "gpus_per_node must be at least 1"),
@@ -342,7 +342,7 @@ def test_memory_of_a_node_by_layout(layout: dict[str, int], rank: float) -> None
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
         ([], "give one of --params"),
-        (["--params", "1B"], "say how many GPUs"),
+        (["--params", "1B"], "give the number of GPUs"),
         (["--params", "1B", "--gpus", "eight"], "invalid int value"),
         (["--config", tmp_path / "c.json", "--gpus", 8], f"cannot plan {tmp_path}/c.json: No such file"),
         (["--params", "1B", "--gpus", 8, "--plot", tmp_path / "x.svg"], "--plot draws a sweep"),

@@ -66,10 +66,10 @@ def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_its_options_are_not_those_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "--params", "1B", "--gpus", 8]
     for more, message in (
-        (["--duration", "30d"], "plan: --duration is for --simulate"),
-        (["--from", "node.json"], "plan: --from is for --simulate"),
-        (["--simulate", "--goodput", "95%"], "plan: --goodput does not go with --simulate"),
-        (["--simulate", "--sweep", "gpus=1,2"], "plan: --sweep does not go with --simulate"),
+        (["--duration", "30d"], "plan: --duration requires --simulate"),
+        (["--from", "node.json"], "plan: --from requires --simulate"),
+        (["--simulate", "--goodput", "95%"], "plan: --goodput cannot be combined with --simulate"),
+        (["--simulate", "--sweep", "gpus=1,2"], "plan: --sweep cannot be combined with --simulate"),
     ):
         status, out, err = call(capsys, *job, *more)
         assert (status, out) == (2, ""), more

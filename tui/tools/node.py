@@ -29,21 +29,21 @@ LOOK_S: Final = 0.5
 PATIENCE_S: Final = 120.0
 MB: Final = 10**6
 TARGET: Final = 120 * MB
-"""What a rank should write, bytes/s."""
+"""The bytes/s that a rank should write."""
 READ: Final = 1.25
-"""How much faster than writing reading is, of targets and disks."""
+"""The ratio of reading to writing speed, for targets and disks."""
 GOOD: Final = 150 * MB
-"""A disk that reaches the target, bytes/s."""
+"""Bytes/s of a disk that reaches the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What a rank has to write on.
+    """The storage of a rank.
 
     Attributes:
-        rate: Bytes/s that the kernel lets pass, written; it lets a quarter more be read.
-        size: Bytes of a file system of its own in memory, without a rate; 0 for the disk.
-        refused: What io_uring_setup answers, as `EPERM`; empty where it is allowed.
+        rate: Bytes/s that the kernel allows for writing; for reading it allows a quarter more.
+        size: Bytes of a separate file system in memory, without a rate; 0 for the disk.
+        refused: The errno of io_uring_setup, such as `EPERM`; empty if io_uring is allowed.
     """
 
     rate: int = GOOD
@@ -52,12 +52,12 @@ class Disk:
 
 
 class Node(ExitStack):
-    """Ranks that do as they are told, and a monitor that watches and records them. Its end cleans up.
+    """Ranks that save and load on request, and a monitor that records them. Leaving this context cleans up.
 
     Args:
-        files: An empty directory, where each rank gets one for its checkpoints.
-        recording: File to record to.
-        threads: Of each rank.
+        files: An empty directory, in which each rank gets a directory for its checkpoints.
+        recording: The file to record to.
+        threads: The threads of each rank.
     """
 
     def __init__(self, files: Path, recording: Path, threads: int) -> None:
@@ -73,15 +73,15 @@ class Node(ExitStack):
 
     @property
     def model(self) -> Model:
-        """What the monitor knows."""
+        """The monitor's model of the ranks."""
         return self.session.model
 
     def start(self, disks: Sequence[Disk], size: int) -> None:
         """Start ranks, and wait until they are ready.
 
         Args:
-            disks: One for each.
-            size: Bytes of the state of each.
+            disks: The disk of each rank.
+            size: Bytes of each rank's state.
         """
         for rank, disk in enumerate(disks):
             self._start(rank, disk, len(disks), size)
@@ -102,8 +102,8 @@ class Node(ExitStack):
             self.callback(lambda: subprocess.run(["umount", "--lazy", home], check=True))
         environment = {
             **os.environ,
-            # No LOCAL_WORLD_SIZE: with it a load takes the page cache, for all ranks of a node to share. Here each has
-            # files of its own.
+            # LOCAL_WORLD_SIZE is not set: with it, a load uses the page cache, which the ranks of a node share. Here
+            # each rank has separate files.
             "WORLD_SIZE": str(ranks),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -122,19 +122,19 @@ class Node(ExitStack):
         self._answers.append(b"")
 
     def _heard(self) -> list[bytes]:
-        """What each rank has said since it was last told to do something."""
+        """The output of each rank since its last request."""
         for rank, child in enumerate(self._ranks):
             assert child.stdout is not None
             self._answers[rank] += child.stdout.read() or b""
         return self._answers
 
     def save(self, step: int, bandwidth_limit: int | None = None) -> None:
-        """Tell all ranks to save."""
+        """Make all ranks save."""
         io = {"threads": self._threads, "bandwidth_limit": bandwidth_limit}
         self._tell("save", step, io=io, metadata={"step": step})
 
     def load(self, step: int) -> None:
-        """Tell all ranks to load."""
+        """Make all ranks load."""
         self._tell("load", step, io={"threads": self._threads})
 
     def _tell(self, what: str, step: int, **options: object) -> None:
@@ -147,10 +147,10 @@ class Node(ExitStack):
             child.stdin.flush()
 
     def until(self, probe: Callable[[], bool]) -> None:
-        """Watch until something is so.
+        """Watch until `probe` returns True.
 
         Raises:
-            TimeoutError: It is not so in `PATIENCE_S` seconds.
+            TimeoutError: `probe` does not return True in `PATIENCE_S` seconds.
         """
         ends = time.monotonic() + PATIENCE_S
         while time.monotonic() < ends:
@@ -159,7 +159,7 @@ class Node(ExitStack):
             if probe():
                 return
             time.sleep(max(due - time.monotonic(), 0.0))
-        raise TimeoutError(f"not so in {PATIENCE_S:g} s: {self._heard()}")
+        raise TimeoutError(f"the awaited state did not come in {PATIENCE_S:g} s: {self._heard()}")
 
     def until_done(self) -> None:
         """Watch until all ranks have answered, and look once more."""
@@ -167,11 +167,11 @@ class Node(ExitStack):
         self.session.tick()
 
     def until_progress(self, share: float) -> None:
-        """Watch until the running operation has got so far, 0 to 1."""
+        """Watch until the progress of the running operation reaches `share`, 0 to 1."""
         self.until(lambda: (op := self.model.main) is not None and op.running and (op.progress or 0.0) >= share)
 
     def rest(self, seconds: float) -> None:
-        """Watch for a while."""
+        """Watch for this many seconds."""
         ends = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= ends)
 
@@ -180,13 +180,13 @@ class Node(ExitStack):
         self._ranks[rank].send_signal(number)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, to have room for the next."""
+        """Remove a checkpoint to make room for the next."""
         for rank in range(len(self._ranks)):
             shutil.rmtree(self._files / str(rank) / f"step-{step}")
 
 
 def _end(child: subprocess.Popen[bytes], group: Path) -> None:
-    """Kill a rank, and give its remains back to the first cgroup, so that its own can be removed."""
+    """Kill a rank, and wait until its cgroup is empty, so that the cgroup can be removed."""
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):

@@ -3,7 +3,7 @@
     fastckpt-top --record save.jsonl.gz
     python tui/tools/picture.py save.jsonl.gz save.svg --size 120x30
 
-The picture is what the screen shows while it watches: a replay's position and keys are not in it.
+The picture shows the screen as in live use, without the position and the keys of a replay.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class Still(Live):
-    """A session whose time stands still.
+    """A session whose time does not pass.
 
     Args:
-        model: What it shows.
+        model: The model to show.
     """
 
     def __init__(self, model: Model) -> None:
-        super().__init__(DemoSource(), model)  # which is never asked
+        super().__init__(DemoSource(), model)  # this source is never read
 
     def tick(self) -> None:
-        """Nothing goes on."""
+        """Do nothing: the model does not change."""
 
 
 def draw(recording: Path, size: tuple[int, int], keys: Sequence[str] = (), theme: str = "") -> str:
@@ -47,15 +47,15 @@ def draw(recording: Path, size: tuple[int, int], keys: Sequence[str] = (), theme
 
     Args:
         recording: The file.
-        size: Columns and lines.
-        keys: Pressed first, in Textual's names.
+        size: Columns and lines of the screen.
+        keys: The keys to press first, by Textual's names.
         theme: A Textual theme; empty for its default.
 
     Returns:
         The SVG.
 
     Raises:
-        ReplayError: The file is no recording of this version.
+        ReplayError: The file is not a recording that this version can play.
     """
     replay = Replay(str(recording))
     replay.end()

@@ -1,7 +1,7 @@
-"""One rank of a scenario: saves and loads as it is told on its standard input, one JSON object a line.
+"""One rank of a scenario: saves and loads on requests from its standard input, one JSON object per line.
 
-Each has `do`, `save` or `load`, and `io`, the options of a `fastckpt.IO`; the rest are arguments of that function. It
-answers each with a line.
+Each request has `do`, which is `save` or `load`, and `io`, the options of a `fastckpt.IO`; the rest are arguments of
+that function. The rank answers each request with one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAYERS = 16
 
 
 def main() -> None:
-    """Obey until the input ends. The argument is the size of the state in bytes."""
+    """Serve requests until the input ends. The argument is the size of the state in bytes."""
     layer = int(sys.argv[1]) // LAYERS
     state = {f"layers.{index}.weight": np.full(layer, index, np.uint8) for index in range(LAYERS)}
     print("ready", flush=True)

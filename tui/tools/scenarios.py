@@ -1,13 +1,13 @@
-"""Makes the monitor's pictures of the documents: each watches processes that really save and load. Needs root.
+"""Makes the pictures of the monitor in the documents, from processes that really save and load. Needs root.
 
-    python tui/tools/scenarios.py docs                       # all of them: docs/monitor.svg and docs/pictures/
+    python tui/tools/scenarios.py docs                       # all pictures: docs/monitor.svg and docs/pictures/
     python tui/tools/scenarios.py docs --only dead enospc
-    python tui/tools/scenarios.py docs --recordings DIR      # draws recordings that are there, without a new run
+    python tui/tools/scenarios.py docs --recordings DIR      # draw existing recordings, without a new run
 
-One disk stands for the disks of a node: the kernel (the cgroup controller blkio) holds each rank to its own rate. A
-refused io_uring is a seccomp filter, a full disk a small tmpfs, a stopped and a killed rank a signal. Host name and
-mounts are of a namespace of this run's own, in which /mnt is covered. It takes 5 GB of memory, and 5 GB of a disk that
-has no partitions.
+One disk represents the disks of a node: the kernel (the cgroup controller blkio) holds each rank to its own rate. A
+seccomp filter refuses io_uring, a small tmpfs is the full disk, and signals stop and kill ranks. Host name and mounts
+are in a separate namespace, in which a mount covers /mnt. A run takes 5 GB of memory, and 5 GB of a disk that has no
+partitions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MOUNT: Final = Path("/mnt/checkpoints")
-"""Where the checkpoints seem to be."""
+"""The directory in which the checkpoints appear to be."""
 NAMESPACE: Final = "FASTCKPT_PICTURES_NAMESPACE"
 
 
 def begin(node: Node) -> None:
-    """A save and a pause before what the picture is about, so that there is a history."""
+    """A save and a pause before the subject of the picture, so that there is a history."""
     node.save(100)
     node.until_done()
     node.rest(4)
@@ -50,14 +50,14 @@ def in_the_midst(node: Node) -> None:
 
 
 def held(node: Node) -> None:
-    """A save that the caller has limited."""
+    """A save with a bandwidth limit from the caller."""
     begin(node)
     node.save(200, bandwidth_limit=50 * MB)
     node.until_progress(0.6)
 
 
 def a_minute(node: Node) -> None:
-    """A save, a load and a save, the second one to the point where one rank is left behind."""
+    """A save, a load and another save, up to the point at which one rank is left behind."""
     node.rest(3)
     node.save(1000)
     node.until_done()
@@ -71,7 +71,7 @@ def a_minute(node: Node) -> None:
 
 
 def stopped(node: Node) -> None:
-    """A rank is stopped in mid-save."""
+    """A rank is stopped in the middle of a save."""
     begin(node)
     node.save(200)
     node.until_progress(0.3)
@@ -80,7 +80,7 @@ def stopped(node: Node) -> None:
 
 
 def killed(node: Node) -> None:
-    """A rank is killed in mid-save; the others go on."""
+    """A rank is killed in the middle of a save; the others continue."""
     begin(node)
     node.save(200)
     node.until_progress(0.3)
@@ -89,7 +89,7 @@ def killed(node: Node) -> None:
 
 
 def full(node: Node) -> None:
-    """A rank's file system has room for one checkpoint and not for two; the others go on."""
+    """A rank's file system has room for one checkpoint but not for two; the others continue."""
     node.save(200)
     node.until_done()
     node.rest(4)
@@ -102,11 +102,11 @@ class Scenario:
     """A picture.
 
     Attributes:
-        path: Of the SVG, below the documents.
-        act: What happens, up to the moment of the picture.
-        disks: One for each rank.
+        path: The path of the SVG, below the documents.
+        act: Plays the scenario, up to the moment of the picture.
+        disks: The disk of each rank.
         rank_mb: MB of each rank's state.
-        threads: Of each rank.
+        threads: The threads of each rank.
         size: Columns and lines.
     """
 
@@ -193,7 +193,7 @@ def _recording(kept: Path, name: str) -> Path:
 
 
 def _again(arguments: Sequence[str]) -> int:
-    """Run this in name spaces of its own for mounts and the host's name."""
+    """Run this program in separate namespaces for mounts and the host name."""
     if os.geteuid() != 0 or not BLKIO.is_dir():
         print("scenarios: needs root, and the cgroup controller blkio mounted at", BLKIO, file=sys.stderr)
         return 1

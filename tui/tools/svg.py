@@ -1,7 +1,7 @@
-"""A screen as SVG for the documents, that looks alike in browsers, in an `<img>`, and in librsvg.
+"""Draws a screen for the documents as SVG that looks the same in browsers, in an `<img>`, and in librsvg.
 
-Text stays text. Characters that must join their neighbours without a seam are drawn: blocks, lines, braille dots. So
-are the marks, which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character
+Text stays text. Characters that must join their neighbours without a seam (blocks, lines, braille dots) are drawn, and
+so are the marks, which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character
 has its own x.
 """
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from textual.widget import Widget
 
 CELL: Final = (8, 16)
-"""Width and height of a cell: eighths of either are whole."""
+"""Width and height of a cell, both divisible by 8."""
 BASE: Final = 12
 """The base line, from the top of a cell."""
 MARGIN: Final = 12
 _FONTS: Final = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 _FONT_SIZE: Final = 13.3333
-"""Most fonts are 0.6 times as wide as high. librsvg places words, not characters: there this keeps the columns."""
+"""Most fonts are 0.6 times as wide as high. librsvg places words, not characters: this size keeps its columns."""
 
 # Weight of the arms to the left, right, top and bottom: 0 none, 1 light, 2 heavy.
 _LIGHT: Final = {
@@ -43,7 +43,7 @@ _ARM_RECTS: Final = (
     ((4, 0, 1, 9), (3, 0, 3, 10)),
     ((4, 8, 1, 8), (3, 7, 3, 9)),
 )
-"""The light and the heavy arm of each side: left edge, upper edge, width, height. The vertical ones have the middle."""
+"""The light and the heavy arm of each side: left edge, upper edge, width, height. Vertical arms cover the middle."""
 _DASHES: Final = {"┈": 1, "┄": 2}
 """Length of the dashes of a dashed line."""
 _SHADES: Final = {"░": 0.25, "▒": 0.5, "▓": 0.75}
@@ -66,7 +66,7 @@ _MARKS: Final = {
 }
 _BRAILLE: Final = 0x2800
 _BRAILLE_DOTS: Final = ((1, 2), (1, 6), (1, 10), (5, 2), (5, 6), (5, 10), (1, 14), (5, 14))
-"""Where the dot of each bit is; the dots are 2 by 2."""
+"""The place of the dot of each bit; the dots are 2 by 2."""
 
 
 def of(widget: Widget) -> str:
@@ -132,7 +132,7 @@ class _Runs:
             y: Upper edge.
             wide: Width.
             high: Height.
-            gap: Between two dashes of a dashed line; 0 for a rectangle.
+            gap: The gap between two dashes of a dashed line; 0 for a rectangle.
         """
         runs = self._runs.setdefault(how, {}).setdefault((y, high), [])
         if runs and runs[-1][0] + runs[-1][1] + gap == x:
@@ -148,7 +148,7 @@ class _Runs:
         }
 
     def paths(self, but: str = "") -> Iterator[str]:
-        """One path for each way of painting.
+        """Return one path for each set of attributes.
 
         Args:
             but: Attributes that are left out.
@@ -165,7 +165,7 @@ class _Runs:
 
 
 class _Ink:
-    """The shapes so far, sorted by how they are painted: each colour is named once.
+    """The shapes so far, sorted by their attributes, so that each colour is named once.
 
     Args:
         theme: The colours that a style may leave to the terminal.
@@ -219,7 +219,7 @@ class _Ink:
             self.texts.append(f'<text y="{y + BASE}">{"".join(map(_word, words))}</text>')
 
     def _look(self, style: Style | None) -> tuple[str, str, str]:
-        """Colour, background, and attribute of weight."""
+        """The colour, the background, and the attribute for the weight."""
 
         def of(color: Color | None, *, foreground: bool) -> str:
             if color is None:
@@ -234,7 +234,7 @@ class _Ink:
         return front, back, ' font-weight="bold"' if style.bold else ""
 
     def _draw(self, char: str, color: str, x: int, y: int) -> bool:
-        """Draw a character that is a shape; False leaves it to the font."""
+        """Draw a character that is a shape; return False to leave it to the font."""
         if char < "\u2500":
             return False
         fill = _fill(color)

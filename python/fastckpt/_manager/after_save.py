@@ -39,7 +39,7 @@ class AfterSave:
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
-        leads: whether this rank writes and removes; the others measure.
+        leads: whether this rank writes ``latest`` and removes checkpoints; the other ranks only measure.
     """
 
     local: Tier[Directory]
@@ -48,7 +48,7 @@ class AfterSave:
     leftovers: Leftovers
     drain: Drain | None
     leads: bool
-    #: Work in progress.
+    #: One event for each piece of work in progress, set when that piece is done.
     _open: list[Event] = field(default_factory=list, init=False)
     # Reentrant: a signal handler that saves may run in between.
     _lock: Any = field(default_factory=threading.RLock, init=False)
@@ -101,7 +101,7 @@ class AfterSave:
         if self.drain is not None:
             self.drain.add(step)
         if self.leads:
-            # Before the lock, which a signal handler takes, perhaps while its thread holds the catalogue's lock.
+            # Not under `_lock`: a signal handler takes `_lock`, perhaps while its thread holds the catalogue's lock.
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
         with self._lock:
@@ -122,7 +122,7 @@ class AfterSave:
         """Wait until all of the work is done.
 
         Raises:
-            TimeoutError: not by then.
+            TimeoutError: the work is not done by ``end``. It continues.
         """
         if not self.is_over(end):
             raise TimeoutError(
@@ -146,5 +146,5 @@ class AfterSave:
             self.drain.start()
 
     def _note_open(self, done: Event) -> None:
-        """The thread that sets it has begun. Not before: nothing would set it for a call that an interrupt ends."""
+        """Add an event once its thread has begun. Before that, an interrupt could leave an event that nothing sets."""
         self._open = [*(one for one in self._open if not one.is_set()), done]

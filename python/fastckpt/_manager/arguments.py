@@ -1,4 +1,4 @@
-"""The arguments of a manager's methods, checked."""
+"""Checks the arguments of a manager's methods."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def state_of(
 
 
 def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
-    """``keep=``, or another argument of that kind."""
+    """The policies in ``keep=``, or in another argument of that kind."""
     listed = [keep] if isinstance(keep, (int, str, keeping.Policy)) else list(keep)
     found: list[Any] = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
     for one in found:
@@ -62,12 +62,12 @@ def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
 
 
 def texts_of(policies: Sequence[keeping.Policy]) -> list[str] | None:
-    """Policies as the command line names them; None if it has no name for one of them."""
+    """Policies as the command line writes them; None if it cannot express one of them."""
     return [str(one) for one in policies] if all(type(one).__module__ == keeping.__name__ for one in policies) else None
 
 
 def when_of(when: Any, ranks: int) -> list[saving.Policy]:
-    """``save_when=`` of a job with this many ranks."""
+    """The policies in ``save_when=``, for a job of ``ranks`` ranks."""
     if when is None:
         return []
     listed = [when] if isinstance(when, (int, str, saving.Policy)) else list(when)
@@ -81,7 +81,7 @@ def when_of(when: Any, ranks: int) -> list[saving.Policy]:
 
 
 def policies_text(policies: Sequence[Any]) -> str:
-    """Policies as ranks compare them: a caller's own policy by its type, because its text may contain an address."""
+    """Policies as text that ranks compare; a caller's own policy by its type, since its text may have an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
 
@@ -100,7 +100,7 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
         if name == "files":
-            # Each save reads their current contents: files may not exist yet, and the caller's dict may change.
+            # Each save reads these files again: they may not exist yet, and the caller's dict may change.
             check_files("Manager: save_options", value)
         else:
             given[name] = known[name].check("Manager: save_options", value)

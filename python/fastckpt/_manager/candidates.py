@@ -56,7 +56,7 @@ class Candidates:
         """The checkpoints of the branch that saved last, in the order to try: by falling step, the local tier first.
 
         Raises:
-            OSError: the remote tier does not answer, and is ``needed``; None means needed if the directory has none.
+            OSError: the remote tier does not answer, and is ``needed``; with None, if the directory has no checkpoint.
         """
         here, aside = self._here()
         there, far = self._there(needed=not here if needed is None else needed)
@@ -79,7 +79,7 @@ class Candidates:
     def candidates_of(self, step: int, *, needed: bool) -> list[Candidate]:
         """The checkpoints of a step to try, the local one first; if they differ, the one of the branch that saved last.
 
-        A manager that may write reads both tiers: its saves must come after all that exist. Others ask no store.
+        A manager that may write reads both tiers: its saves must come after all existing ones. Others read no store.
 
         Raises:
             OSError: the remote tier does not answer, and is ``needed``.
@@ -126,7 +126,7 @@ class Candidates:
         """The steps of the remote tier, and their facts.
 
         Raises:
-            OSError: it does not answer, and is ``needed``.
+            OSError: the remote tier does not answer, and is ``needed``.
         """
         if self.remote is None:
             return [], {}
@@ -143,14 +143,14 @@ class Candidates:
     def _here(self) -> tuple[list[int], list[int]]:
         """The steps of the local tier, and those whose directory a killed save moved aside to replace it.
 
-        A load moves the latter back, if it has the compiled core.
+        A load with the compiled core moves such a directory back.
         """
         directory = self.local.place
         steps, step_of = {*directory.look().steps}, directory.names.step_of
         try:
             left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-            # A full list opens every manifest, so it is made only if a checkpoint with a temporary name has its own
-            # name free.
+            # A full list opens every manifest, so it is made only if some leftover is of a step without a checkpoint
+            # under its own name.
             aside = [one.name for one in listed(directory.path) if one.aside] if left else []
         except (FileNotFoundError, NotImplementedError):
             aside = []

@@ -3,8 +3,8 @@
 All facts are in the checkpoint's own metadata. Reading them opens its manifest, so they are cached in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry counts only while the checkpoint is the same one, by
 :meth:`.directory.Directory.identity`. Without the file, or with a damaged one, all facts are read again from the
-checkpoints. The file also has the place of the last save, so that its branch is followed even if its checkpoint has
-lost its manifest.
+checkpoints. The file also has the last save's place in the lineage, so that its branch is followed even if its
+checkpoint has lost its manifest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
-#: Manifests that are read at the same time: each manifest of a remote tier costs a round trip.
+#: The most manifests that are read at the same time: each manifest of a remote tier costs a round trip.
 _AT_A_TIME = 16
 
 
@@ -73,7 +73,7 @@ class Catalogue:
     def entries(self, steps: Iterable[int], aside: Container[int] = ()) -> dict[int, Entry]:
         """The facts about these checkpoints, in the same order, without those that cannot be opened.
 
-        Checkpoints that a killed save moved ``aside`` have no identity. Reading one moves it back.
+        Checkpoints that a killed save moved ``aside`` have no identity. Reading such a checkpoint moves it back.
         """
         with self._lock:
             found: dict[int, Entry | None] = {}
@@ -97,7 +97,7 @@ class Catalogue:
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
-        """The place of the last save."""
+        """The last save's place in the lineage."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
     def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
@@ -115,10 +115,10 @@ class Catalogue:
 
     @contextlib.contextmanager
     def going_back(self, place: Lineage, *, needed: bool) -> Iterator[None]:
-        """A context that records that the run goes back, unless it raises. Until the next save nothing else does.
+        """A context that records that the run goes back, unless it raises; until the next save this is the only record.
 
         Raises:
-            OSError: it cannot be recorded durably, and that is ``needed``.
+            OSError: the record cannot be made durable, and is ``needed``.
         """
         before = self.last
         try:
@@ -132,7 +132,7 @@ class Catalogue:
         """Write the file, with the facts about these checkpoints; None: all known ones.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with self._lock:
             names = self._known if steps is None else {self._place.names.name_of(step) for step in steps}
@@ -195,7 +195,7 @@ def read(path: str, step: int) -> Entry:
     """The facts in a checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: the checkpoint is damaged, or the path is not a checkpoint.
         OSError: the directory cannot be read.
     """
     with Checkpoint(path) as checkpoint:

@@ -24,7 +24,7 @@ class ManagedCheckpoint:
 
     Attributes:
         step: its training step.
-        path: its directory; if only the remote tier has it, its place there.
+        path: its directory, or its place on the remote tier if only that tier has it.
         created: when its save began, in seconds since 1970; None if it cannot be opened.
         metrics: the metrics that were saved with it.
         changed: for the groups ``model`` and ``optimizer``, the share of the bytes in tensors that differ from the

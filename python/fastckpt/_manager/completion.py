@@ -35,7 +35,7 @@ class Completion:
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
-        copies: whether any process does.
+        copies: whether any process copies to the remote tier.
         shared: whether several ranks save together.
     """
 
@@ -68,8 +68,8 @@ class Completion:
     def end_block(self, error: BaseException | None) -> None:
         """End the manager's ``with`` statement, by ``error`` if there is one: wait for background work.
 
-        It answers a signal that comes meanwhile, or has come since the last step boundary: saves in flight become
-        durable or are abandoned, and the signal is passed on.
+        It answers signals that come during this wait, or came after the last step boundary: saves in flight become
+        durable or are abandoned, and the signals are passed on.
         """
         signals = self.preemption.signals
         try:
@@ -97,16 +97,16 @@ class Completion:
                 signals.answer = None
                 signals.uninstall()
                 if not signals.exiting:
-                    # Signals that came after the ranks exchanged theirs, and that no other rank will learn of.
+                    # These signals came after the ranks exchanged theirs: no other rank learns of them.
                     self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
-        """Wait for background work at the end of the ``with`` statement; returns its failure."""
+        """Wait for background work at the end of the ``with`` statement; returns the error that ends the statement."""
         try:
             if error is None or not self.shared:
                 self.wait()
             else:
-                # The other ranks may be at another call.
+                # The other ranks may be in another call, so this one does not wait with them.
                 self.preemption.settle()
                 self.after_save.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised later, or in the log
@@ -138,7 +138,7 @@ class Completion:
         except SaveFailed:
             return
         except RanksError as reported:
-            # A failure on all ranks is known here, or was raised already.
+            # If the save failed on all ranks, this rank knows it, or has raised the error before.
             if not failed_with(reported, SaveFailed) or (pending is not None and has_failed(end) is None):
                 raise
 
@@ -165,10 +165,10 @@ class Completion:
         """Wait until a condition holds on all ranks, or a save in flight is abandoned on all of them for a signal.
 
         Returns:
-            Whether it has ended.
+            Whether the condition holds on all ranks.
 
         Raises:
-            TimeoutError: not by ``end``. The work continues.
+            TimeoutError: the condition does not hold by ``end``. The work continues.
         """
         pause = _FIRST_LOOK
         while True:

@@ -1,6 +1,6 @@
 """Common decisions of all ranks of a job, and errors for a rank that does not continue.
 
-The manager makes each common decision through :class:`Crew`, and knows nothing else of ranks. All ranks call its
+The manager makes each common decision through :class:`Crew`, and uses nothing else of ranks. All ranks call its
 methods in the same order. Its rounds have separate turns in the store of the process group, so they never wait for a
 save or load. One process is a job of one rank.
 """
@@ -50,12 +50,12 @@ class Asked:
         signals: signals that have come and were not answered.
         left: seconds until a save for them must be done; None for no limit.
         saved: the step that needs no further save.
-        due: whether a policy wants the step; the coordinator's counts.
-        apart: the least seconds for which the ranks may continue without asking each other; the coordinator's counts.
+        due: whether a policy wants the step; only the coordinator's value counts.
+        apart: the least seconds for which ranks may continue without a round; only the coordinator's value counts.
         over: whether nothing that this rank waits for is in flight.
-        plan: the place in the lineage for a save of the step; the coordinator's counts.
-        watch: called while this rank waits for the others. An error here ends the round; ranks in it learn of it,
-            ranks that come to another round do not.
+        plan: the place in the lineage for a save of the step; only the coordinator's value counts.
+        watch: called while this rank waits for the others. If it raises, the round ends; the other ranks of the round
+            learn of the error, but ranks in another round do not.
     """
 
     step: int
@@ -86,7 +86,7 @@ class Agreed:
 
 
 class Crew:
-    """The ranks of a manager: those of a process group, or only this process, which asks no other.
+    """The ranks of a manager: those of a process group, or only this process.
 
     Args:
         given: ``ranks=`` of :class:`fastckpt.Manager`.
@@ -102,8 +102,8 @@ class Crew:
             others.
 
     Raises:
-        TypeError: it is not a process group.
-        ValueError: this process is not in it.
+        TypeError: ``given`` is not a process group.
+        ValueError: this process is not in the group.
     """
 
     def __init__(self, given: Any, directory: str) -> None:
@@ -122,7 +122,7 @@ class Crew:
         if self._session is not None and self.size > 1:
             self._peers = self._session.apart()
             self._place = location_of(directory, self.host)
-            # At the latest when the interpreter ends, and before the group itself ends.
+            # Runs when this object or the interpreter ends, and before the group itself ends.
             weakref.finalize(self, self._session.end, self._peers)
         #: The number of boundaries that all ranks pass without a round, the number passed since the last round,
         #: its time, and its duration in seconds.
@@ -175,7 +175,7 @@ class Crew:
         """Compare the arguments of the manager on all ranks.
 
         Raises:
-            ValueError: they differ.
+            ValueError: the arguments differ.
         """
 
         def combine(values: list[Any]) -> list[Any]:
@@ -197,7 +197,7 @@ class Crew:
         self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
 
     def listen(self, came: Callable[[], Came]) -> None:
-        """From now on any rank may call for a round: this one when a signal has come. All ranks call this method.
+        """Let any rank call for a round from now on: this one when a signal has come. All ranks call this method.
 
         Args:
             came: the signals that have come to this rank.
@@ -212,14 +212,14 @@ class Crew:
         """Whether all ranks pass this boundary without a round: the coordinator permits it, and none has called.
 
         Args:
-            needed: whether they ask each other in any case.
+            needed: whether the ranks ask each other in any case.
 
         Raises:
             RanksError: a rank has ended, or does not answer.
         """
         passes = not needed and self._skip > 0
         call = None if self._summons is None else self._summons.reach(passes=passes)
-        # If all would ask in any case, some ranks may not know of the call.
+        # If all ranks ask each other in any case, some of them may not know of the call.
         self._call = call if passes and call is not None and call.signals else None
         if call is not None or not passes:
             return False
@@ -285,15 +285,15 @@ class Crew:
         help_it: Callable[[tuple[int, int]], None] | None = None,
         step: int | None = None,
     ) -> _T:
-        """The result of the coordinator; the others wait without a limit.
+        """Return the coordinator's result of ``find`` on all ranks; the others wait for it without a limit.
 
-        One rank of each other host may ``help_it``, given its :attr:`share`. All are at the same ``step``.
+        One rank of each other host may ``help_it``, given its :attr:`share`. All ranks are at the same ``step``.
 
-        No other round has the same ``operation``: a rank that alone abandoned one must not accept the answer to
-        another.
+        Each kind of round has its own ``operation``, so that a rank that alone has abandoned a round never accepts the
+        answer to another kind.
 
         Raises:
-            RanksError: it failed.
+            RanksError: ``find`` failed.
         """
         if self._peers is None:
             return find()
@@ -336,16 +336,16 @@ class Crew:
         """
         return {} if self._peers is None else {"question": self._peers.answered}
 
-    # Messages to other ranks about a rank that does not continue with them. They notice a dead rank by its silence.
+    # Messages of a rank that does not continue with the others. The others notice a dead rank by its silence.
 
     def leave(self, why: str) -> None:
-        """This rank continues or ends without the others, which learn of it at their next round."""
+        """Tell the others at their next round that this rank continues or ends without them."""
         if self._peers is not None:
             with contextlib.suppress(RanksError, RankLeft), self._turn(self._peers, ""):
                 raise RankLeft(why)
 
     def miss_save(self, path: str, why: str) -> None:
-        """This rank does not take part in the save that the others begin now; it waits for them only briefly."""
+        """Tell the others, which begin a save now, that this rank takes no part in it; wait for them only briefly."""
         if self._session is None:
             return
         # Before the first save no rank knows the others: the message of a rank that leaves at once would be lost.
@@ -357,7 +357,7 @@ class Crew:
             raise RankLeft(why) if known else RuntimeError(why)
 
     def end(self, why: str | None = None) -> None:
-        """This rank comes to no more boundaries; the others learn ``why`` at their next one."""
+        """End the calls of this rank, which comes to no more boundaries; the others learn ``why`` at their next one."""
         if self._summons is not None:
             self._summons.end(why)
 
@@ -384,7 +384,7 @@ class Crew:
         return peers.operation(operation, self._directory, self._given.timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
-        """The number of boundaries in this many seconds, by the last ones; in more seconds if rounds take long."""
+        """The number of boundaries in ``apart`` seconds, at the last pace; in more seconds if rounds take long."""
         now = time.monotonic()
         before, self._asked = self._asked, now
         if before is None or apart <= 0:
@@ -444,5 +444,5 @@ def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> boo
 
 
 def is_reported(error: RanksError) -> bool:
-    """Whether a live rank has reported the failure: then it takes part in the next round."""
+    """Whether a live rank has reported the failure, and so takes part in the next round."""
     return any(failure.message.startswith("failed: ") for failure in error.failures)

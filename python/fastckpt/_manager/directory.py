@@ -28,7 +28,7 @@ _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 _TURNS = 100
 PIN = ".pin"
 MANIFEST = "fastckpt.json"
-#: The suffix for other files from a removed checkpoint.
+#: The suffix of the directory for other files from a removed checkpoint.
 FOREIGN = ".foreign"
 
 #: The facts that distinguish a checkpoint from another of the same name.
@@ -75,7 +75,7 @@ class Names:
         if found is None:
             return None
         step = int(found[1])
-        # Otherwise two names could mean one step.
+        # Without this check, two names could have the same step.
         return step if self._form.format(step=step) == name else None
 
 
@@ -141,7 +141,7 @@ class Directory:
 
         Raises:
             NotACheckpointError: the path holds no checkpoint.
-            OSError: it cannot be removed, or a file was added at this moment; FileNotFoundError: it is gone.
+            OSError: it cannot be removed, or a file was added at this moment; FileNotFoundError if it is gone.
         """
         path = self.path_of(step)
         strange = strange_in(path, files)
@@ -157,7 +157,7 @@ class Directory:
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
                 sync(inside)
             sync(self.path)
-        # A pin that is set at this moment stays.
+        # If the checkpoint is pinned at this moment, the pin stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
 
@@ -165,14 +165,14 @@ class Directory:
         """The content of a small file of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if it does not exist.
+            OSError: the file cannot be read; FileNotFoundError if it does not exist.
         """
         return Path(self.path, name).read_bytes()
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:
         """Replace the content of a file of the run in one step; a reader finds the old content or the new one.
 
-        Without ``durable`` a power cut may leave it empty.
+        Without ``durable`` a power cut may leave the file empty.
         """
         for turn in range(_TURNS):
             new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
@@ -186,7 +186,7 @@ class Directory:
             except BaseException as error:
                 with contextlib.suppress(OSError):
                     new.unlink()
-                # Another manager may have swept it.
+                # Another manager may have removed the temporary file in a sweep.
                 if isinstance(error, FileNotFoundError) and turn < _TURNS - 1:
                     continue
                 raise
@@ -203,7 +203,7 @@ class Directory:
         """
         path = f"{self.path}{os.sep}{name}"
         try:
-            # Strings, because this runs for each of thousands of checkpoints.
+            # Paths are strings here, because this runs for each of thousands of checkpoints.
             changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
             manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:
@@ -213,7 +213,7 @@ class Directory:
     def sweep(self) -> None:
         """Remove files left by a process that was killed within :meth:`replace`.
 
-        That needs no proof: a live writer writes the file again.
+        No proof is needed that the writer is dead: a live one writes the file again.
         """
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -222,7 +222,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove leftovers of killed copies of steps that, by ``is_over``, no process continues.
+        """Sweep, and remove leftovers of killed copies of each step that no process continues, as ``is_over`` reports.
 
         Raises:
             OSError: the directory cannot be read.
@@ -232,8 +232,8 @@ class Directory:
             step = self.names.step_of(one.checkpoint)
             # The leftover of a copy names no host.
             if not one.host and one.state == "dead" and step is not None and is_over(step):
-                with contextlib.suppress(FileNotFoundError):  # another manager was first
+                with contextlib.suppress(FileNotFoundError):  # another manager has removed it
                     remove_leftover(self.path, one.name)
 
     def forget(self, step: int) -> None:
-        """Do nothing: no process continues the copy of a step, and :meth:`sweep_copies` finds its leftovers."""
+        """Do nothing: :meth:`sweep_copies` finds the leftovers of a copy that no process continues."""

@@ -38,7 +38,7 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, at first and at most.
 _FIRST, _MOST = 1.0, 60.0
-#: Seconds between two checks of a waiter for something more urgent.
+#: Seconds between two checks by a waiting call for something more urgent.
 _LOOK = 0.1
 
 #: Drains whose thread is running, or must run before the process ends.
@@ -47,7 +47,7 @@ _ending = False
 
 
 def _at_end() -> None:
-    """The main thread has ended: wait for the drains."""
+    """Wait for the drains after the main thread has ended."""
     global _ending  # noqa: PLW0603 - once a process
     _ending = True
     for drain in tuple(_running):
@@ -56,7 +56,7 @@ def _at_end() -> None:
 
 
 # The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
-# registered here run before that, the last one first. Without this hook, the next run copies waiting steps.
+# registered here run before that, the last one first. Without this hook, waiting steps are left to the next run.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -95,7 +95,7 @@ class Drain:
         # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: For steps older than the step that is being saved.
+        #: Numbers for steps older than the step that is being saved.
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; the highest numbers go first.
         self._waiting: dict[int, int] = {}
@@ -103,7 +103,7 @@ class Drain:
         self._seen: set[int] = set()
         #: The steps that this process has saved.
         self._own: set[int] = set()
-        #: The exception of the last attempt at each step. If its step no longer waits, it was abandoned.
+        #: The exception of the last attempt at each step. If the step no longer waits, its copy was abandoned.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
@@ -111,9 +111,9 @@ class Drain:
         #: Interrupts the pause after a failure.
         self._wake = Event()
         self._delay = _FIRST
-        #: The steps that policies of the remote tier want must be determined again.
+        #: Whether the steps that policies of the remote tier want must be determined again.
         self._changed = False
-        #: Another thread waits: each step is tried once, without pauses.
+        #: Whether another thread waits, so that each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
 
@@ -138,7 +138,7 @@ class Drain:
             _running.add(self)
 
     def start(self) -> None:
-        """Start copying waiting steps; not in a signal handler, where no thread can be started."""
+        """Start copying waiting steps; not for a signal handler, in which no thread can be started."""
         with self._lock:
             if self._stopped or not self._waiting or not self._idle.is_set():
                 return
@@ -149,7 +149,7 @@ class Drain:
                 self._idle = idle
                 thread.start()
             except BaseException as error:
-                # A signal handler may have raised it, before or during the start of the thread.
+                # A signal handler may have raised this error, before or during the start of the thread.
                 if not claim.take():
                     raise
                 idle.set()
@@ -164,7 +164,7 @@ class Drain:
         if os.getpid() != self._process:
             return False
         with self._lock:
-            # Another process may have saved it, or a save that has just ended.
+            # Another process may have saved the step, or a save of this process has just ended.
             if step not in self._seen:
                 self._queue(step, next(self._late))
                 self.start()
@@ -181,7 +181,7 @@ class Drain:
     def going_back(self, step: int, *, from_here: bool) -> Iterator[None]:
         """A context that abandons the current copy and copies nothing above this step, unless it raises.
 
-        Before it begins, the remote tier has the step: the local save if the run continues ``from_here``.
+        When the context begins, the remote tier has the step: the local save if the run continues ``from_here``.
 
         Raises:
             Exception: the step cannot be copied.
@@ -229,7 +229,7 @@ class Drain:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """A caller waits: try each step once, without pauses, and then end the thread."""
+        """A context for a caller that waits: the thread tries each step once, without pauses, and then ends."""
         with self._lock:
             self._hurry = True
             self._forgive()
@@ -261,11 +261,11 @@ class Drain:
         """Wait until nothing waits, or each step was tried once more.
 
         Args:
-            end: until when, by ``time.monotonic``.
+            end: the time, by ``time.monotonic``, until which to wait.
             must_leave: whether something else is more urgent; then this returns, and the drain continues.
 
         Raises:
-            TimeoutError: not by ``end``; the copies continue.
+            TimeoutError: the copies are not done by ``end``; they continue.
             Exception: the last attempt at a step failed, and it is not at the remote.
         """
         with self.hurry():
@@ -301,7 +301,7 @@ class Drain:
         idle.wait()
 
     def _stop(self) -> list[int]:
-        """Abandon the current copy, and wait for the thread; returns the waiting steps. It stays stopped."""
+        """Abandon the current copy, and wait for the thread; returns the waiting steps. The drain stays stopped."""
         with self._lock:
             self._stopped = True
             waiting = sorted(self._waiting)
@@ -322,7 +322,7 @@ class Drain:
         with self._lock:
             fresh = [step for step in self._waiting if step not in self._failed]
             if self._waiting and not fresh and not self._hurry:
-                # Each step has had its turn.
+                # Each waiting step has been tried once.
                 self._forgive()
                 fresh = list(self._waiting)
             if self._stopped or not fresh:
@@ -332,7 +332,7 @@ class Drain:
             return max(fresh, key=lambda step: self._waiting[step])
 
     def _forgive(self) -> None:
-        """Waiting steps may be tried again."""
+        """Forget the failures of waiting steps, so that these steps are tried again."""
         self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
 
     def _drop(self, step: int, number: int | None) -> None:
@@ -358,10 +358,10 @@ class Drain:
                 idle.set()
 
     def _try(self, step: int) -> None:
-        """One attempt at a step.
+        """Make one attempt to copy a step.
 
         Raises:
-            CancelledError: it was abandoned.
+            CancelledError: the copy was abandoned.
         """
         number = self._waiting.get(step)
         name = self._from.names.name_of(step)
@@ -392,7 +392,7 @@ class Drain:
             logger.info("%s", text)
             self._drop(step, number)
             if self._leads and step in self._own:
-                # This save was in vain: another run saves there, or this one did not know of it.
+                # This save was in vain: another run saves there, or this run did not know of the later save.
                 self._failed[step] = CheckpointError(
                     f"drain: {text} (save again: a new save is later, and is copied. If the other run continues, give "
                     "each run a separate remote=)"
@@ -441,7 +441,7 @@ class Drain:
             self._local.clear_again()
 
     def _is_gone(self, step: int) -> bool:
-        """Whether the local tier has no such checkpoint. An unreadable one is not gone."""
+        """Whether the local tier has no such checkpoint. An unreadable checkpoint is not gone."""
         try:
             Path(self._from.path_of(step), MANIFEST).lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -459,7 +459,7 @@ class Drain:
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
-            # It stays damaged. A failure of an earlier run must not make each later run fail.
+            # The checkpoint stays damaged, but one of an earlier run must not make each later run fail.
             logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
             self._drop(step, number)
             if step in self._own:

@@ -25,8 +25,8 @@ class Evidence(NamedTuple):
     """A trace of an earlier run.
 
     Attributes:
-        what: in words.
-        is_foreign: whether it was one of another program.
+        what: the trace in words.
+        is_foreign: whether it is a trace of another program's run.
     """
 
     what: str

@@ -3,7 +3,7 @@
 On file systems whose locks do not reach other machines, no process may remove the leftovers of another machine's save,
 and each node that is lost during a save leaves a whole checkpoint. A manager relies on its own observation: a workspace
 that has not changed between two checks, further apart than the longest pause of a save, has no writer. Neither the
-clock of another machine nor the age of a file counts. If a writer is alive anyway, only its save fails.
+clock of another machine nor the age of a file counts. If the writer is alive after all, only its save fails.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: The leftovers as they were first seen, and the time.
+        #: By name, each leftover as it was first seen, and the time.
         self._seen: dict[str, tuple[Leftover, float]] = {}
         #: Warnings for the report of the next save.
         self.warning: str | None = None
 
     def begin(self) -> None:
-        """Begin to watch them, and report how much space they take."""
+        """Begin to watch the leftovers, and report how much space they take."""
         # The directory may not exist yet, and without the compiled core nothing is saved here.
         with contextlib.suppress(OSError, NotImplementedError):
             unsure = self._look()[0]
@@ -75,7 +75,7 @@ class Leftovers:
             logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
 
     def _look(self) -> tuple[list[Leftover], set[str]]:
-        """Leftovers whose writers may run, and the names of checkpoints that have an old one moved aside."""
+        """Leftovers whose writers may run, and the names of checkpoints whose old contents were moved aside."""
         found = leftovers(self._directory.path)
         unsure = [
             one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None

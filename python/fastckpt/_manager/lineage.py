@@ -37,11 +37,11 @@ class Fork(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """The place of one checkpoint.
+    """The place of one checkpoint in the lineage.
 
     Attributes:
-        order: how late it was saved.
-        forks: by rising order; at least one, unless no manager saved the checkpoint.
+        order: a number that is higher the later the checkpoint was saved.
+        forks: the forks of its branch by rising order; at least one, unless no manager saved the checkpoint.
         files: the names of the files given with ``files=``.
     """
 
@@ -58,7 +58,7 @@ class Lineage(NamedTuple):
 
 
 def last(places: Iterable[Lineage]) -> Lineage:
-    """The place of the last save: among saves by managers, if there are any."""
+    """The place of the last save; saves by managers count before all others."""
     return max(places, key=lambda place: (bool(place.forks), place.order), default=Lineage(0))
 
 
@@ -75,8 +75,8 @@ def parse(noted: Any) -> Lineage:
     """The place in a JSON value.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it is none.
+        TypeError: the value has another form.
+        ValueError: the value has another form.
     """
     order, forks, files = noted
     return Lineage(_number(order), tuple(Fork(*map(_number, fork)) for fork in forks), tuple(map(str, files)))
@@ -102,11 +102,11 @@ class History:
         self._turns = True
 
     def see(self, order: int) -> None:
-        """A checkpoint of this order exists: the next save gets a higher order."""
+        """Record that a checkpoint of this order exists, so that the next save gets a higher one."""
         self._order = max(self._order, order)
 
     def resume(self, step: int, lineage: Lineage) -> None:
-        """The run continues from the checkpoint of a step."""
+        """Record that the run continues from the checkpoint of a step."""
         self._step, self._forks, self._turns, self._since = step, lineage.forks, True, lineage.order
         self.see(lineage.order)
 
@@ -126,7 +126,7 @@ class History:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
-            # Checkpoints that the new fork leaves behind anyway are not recorded twice.
+            # A fork is omitted if the new fork leaves behind all checkpoints that the older one left.
             more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
             forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}

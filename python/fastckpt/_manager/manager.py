@@ -58,11 +58,11 @@ class Manager:
 
     Args:
         directory: the directory of the checkpoints. The first save makes it.
-        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
+        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default group, or a
             :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; without an initialised
             group, only this process. ``"alone"``: only this process, whatever groups exist.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
-            short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints stay anyway.
+            short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints always stay.
         save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
             number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval with the
             least lost time. None saves each step for which ``save`` is called.
@@ -155,7 +155,7 @@ class Manager:
         *,
         asynchronous: bool,
     ) -> None:
-        """Make the parts. Each refers to some of the parts before it, and to none after it."""
+        """Make the parts of the manager. Each part refers only to parts that are made before it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
         timing, leftovers = StepTiming(), Leftovers(local.place)
         signals = self._signals = Signals(shared=ranks.size > 1)
@@ -184,14 +184,14 @@ class Manager:
     def should_save(self, step: int) -> bool:
         """Whether to save ``step``; call it at the end of each step, when the state is whole.
 
-        It may be called again for one step, even during an evaluation. After a signal of :meth:`save_on_signal`, it is
+        It may be called repeatedly for one step, even in an evaluation. After a signal of :meth:`save_on_signal`, it is
         true, whatever the policies decide; if that step is saved already, this call answers the signal.
 
         Args:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether to save it, the same on all ranks. They ask each other at most once per second, after a signal to
+            Whether to save it, the same on all ranks. Ranks ask each other at most once per second, after a signal to
             one of them, and at each step that a policy wants for its number.
 
         Raises:
@@ -217,7 +217,7 @@ class Manager:
     ) -> bool:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
-        In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
+        In the background, it returns when the state may change, like :func:`fastckpt.save_async`. When the checkpoint
         is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
         After a signal, the step is saved at once, within the grace period, and then the signal is passed on.
 
@@ -252,17 +252,17 @@ class Manager:
         """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
         After a signal of ``save_on_signal`` it waits at most for the grace period, then abandons the save. It does not
-        wait for copies, which continue. In a job of several ranks all of them call it, and it returns when this is true
-        on all.
+        wait for copies then; they continue. In a job, all ranks call it, and it returns when all of this is true on
+        all ranks.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: the seconds to wait; None for no limit.
 
         Returns:
             The report of the last save that became durable, or None.
 
         Raises:
-            TimeoutError: it has not finished in time; it continues.
+            TimeoutError: the work has not finished in time; it continues.
             CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
             Exception: the last save failed; or a step is not at the remote tier, after another failed attempt.
@@ -287,11 +287,11 @@ class Manager:
             signals: their numbers; by default SIGTERM.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
                 that is not durable after nine tenths of it is abandoned, and nothing of it stays. None: no limit.
-            exit: False: without an earlier handler, continue; the loop ends itself when :attr:`preempted` is set.
+            exit: whether the process ends if there is no earlier handler; else the loop must check :attr:`preempted`.
 
         Raises:
-            RuntimeError: not the main thread, or the manager is read-only.
-            ValueError: a number belongs to no signal that Python knows.
+            RuntimeError: this is not the main thread, or the manager is read-only.
+            ValueError: a number is not the number of a signal.
         """
         self._check("save_on_signal")
         from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
@@ -300,10 +300,10 @@ class Manager:
         self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
 
     def save_on(self, *, notice: Callable[[], object]) -> None:
-        """Save at each boundary at which ``notice`` has news: for a scheduler that is polled and sends no signal.
+        """Save at each boundary at which ``notice`` returns a new result: for a scheduler that sends no signal.
 
-        It is called once at each boundary, on all ranks. Each new true result saves that step, whatever the policies
-        decide. Training continues until the scheduler ends it.
+        ``notice`` is called once at each boundary, on all ranks. Each new true result saves that step, whatever the
+        policies decide. Training continues until the scheduler ends it.
 
         Args:
             notice: the function to call, such as ``ray.train.get_preemption_info``. It must return the same on all
@@ -379,15 +379,15 @@ class Manager:
         step are loaded by their number only. A newer checkpoint that cannot be loaded is skipped with a warning that
         names the reason; it stays, and does not count as kept. A format that this release does not read is an error.
 
-        With a remote tier, missing or damaged checkpoints are fetched from there, and then loaded from the directory;
-        or from the remote tier if the directory has no room.
+        With a remote tier, missing or damaged checkpoints are fetched from there and loaded from the directory, or, if
+        the directory has no room, loaded from the remote tier.
 
         Args:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
             step: load the checkpoint of this step and no other.
             exclude: as for :func:`fastckpt.load`.
             fresh: start from the beginning even if an earlier run left traces but no checkpoint; else that is an error.
-            discard_newer: with ``step``: afterwards remove all higher steps except pinned ones, on each tier.
+            discard_newer: afterwards remove all higher steps except pinned ones, on each tier; requires ``step``.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
@@ -401,15 +401,15 @@ class Manager:
             OSError: the remote tier does not answer, and the directory has no checkpoint, or ``discard_newer`` is
                 given; or a newer one cannot be removed: then the run continues as before.
             RanksError: another rank could not load it.
-            RuntimeError: ``discard_newer``, and the manager is read-only.
-            ValueError: ``discard_newer`` without ``step``.
+            RuntimeError: ``discard_newer`` is given, and the manager is read-only.
+            ValueError: ``discard_newer`` is given without ``step``.
             Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have been filled already.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
-        # Now, not only when there is something to load.
+        # Check the options now, not only when there is something to load.
         LoadSettings.of("restore", options)
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
@@ -557,7 +557,7 @@ class Manager:
             step: its training step.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such checkpoint.
             OSError: the remote tier does not answer; the local checkpoint is pinned.
             RuntimeError: the manager is read-only.
         """
@@ -592,7 +592,7 @@ class Manager:
         # Checkpoints pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         with contextlib.ExitStack() as stack:
-            # The directory may not exist, or be full.
+            # The directory may not exist, or may be full.
             stack.enter_context(self._catalogue.going_back(place, needed=remote is None))
             if self._drain is not None:
                 stack.enter_context(self._drain.going_back(step, from_here=found.path == self.path(step)))

@@ -1,8 +1,8 @@
-"""Handles signals that announce the end of a run: each is recorded when it comes, answered, and passed on.
+"""Handles signals that announce the end of a run: each is recorded when it comes, then answered and passed on.
 
-It is answered when the state is whole, and within the grace period: the step is saved, or saves in flight become
-durable or are abandoned. Passing it on means letting it have its effect without the manager. ``step_boundary`` decides
-when the state is whole, ``completion`` what else waits.
+A signal is answered when the state is whole, within the grace period: the step is saved, or saves in flight become
+durable or are abandoned. To pass it on is to let it have its effect without the manager. ``step_boundary`` decides
+when the state is whole; ``completion`` handles waits and the end of a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 
 #: The share of the grace period for the save; the rest is for removing a save that takes longer, and for exit.
 _SHARE = 0.9
-#: Seconds for a save that all ranks began in time.
+#: The minimum time, in seconds, for a save that all ranks began in time.
 _LEAST = 0.01
 
 
@@ -62,9 +62,9 @@ class Signals:
         self.came = 0
         #: The signals to answer.
         self._called: list[int] = [] if shared else self._pending
-        #: The deadline of a save for them.
+        #: The deadline of a save for these signals.
         self._deadline = math.inf
-        #: Whether one of them has ended the run.
+        #: Whether one of these signals has ended the run.
         self.exiting = False
         #: The deadline of the signals that were answered last.
         self._end = math.inf
@@ -137,14 +137,14 @@ class Signals:
 
     @property
     def end(self) -> float:
-        """Until when there is time for more, after the signals that were answered; infinite once all of the grace
-        period is over, and the process lives.
+        """The time until which other work may continue after the answered signals; infinite once the whole grace period
+        is over and the process still lives.
         """  # noqa: D205 - two sentences that belong together
         over = self._end + self.grace * (1 / _SHARE - 1)
         return self._end if time.monotonic() < over else math.inf
 
     def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
-        """All ranks answer these signals, whichever rank they came to; ``left`` seconds are left for a save."""
+        """Record that all ranks must answer these signals, whichever rank got them; ``left`` seconds remain to save."""
         if self._called is self._pending:
             return
         deadline = min(self.deadline, math.inf if left is None else time.monotonic() + left)
@@ -156,7 +156,7 @@ class Signals:
         return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
 
     def pass_on(self) -> None:
-        """Let the signals have their effect without the manager, each once.
+        """Let the answered signals have the effect that they have without the manager, each once.
 
         Raises:
             SystemExit: there was no handler for a signal whose default is to end the process.
@@ -183,7 +183,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # Code that installed a later handler has restored this one.
+            # The manager has ended, but a later handler's code has put this one back.
             self._default(number, frame)
             return
         if not self._pending:
@@ -194,10 +194,10 @@ class Signals:
         self.answer_now()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:
-        """A forked child saves nothing, and a signal that would end it ends it.
+        """In a forked child, save nothing, and let a signal that ends a process end the child.
 
-        But a notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not: the program would
-        lose its data-loader workers before it has saved.
+        A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it: otherwise the
+        program would lose its data-loader workers before it has saved.
         """
         ends = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}
         if number in ends or callable(self._before.get(number)):
@@ -215,7 +215,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preemption:
-    """Answers signals in the run of a directory, equally on all ranks."""
+    """Answers signals in the run of a directory, in the same way on all ranks."""
 
     directory: str
     signals: Signals
@@ -248,10 +248,10 @@ class Preemption:
             if saved != step:
                 if given is None or not in_time:
                     raise TimeoutError("no time is left")  # noqa: TRY301 - as a save does that is given up
-                # A rank that has agreed to save takes part: the others wait for it.
+                # A rank that has agreed to the save must take part, because the others wait for it.
                 with until(max(deadline, time.monotonic() + _LEAST)):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
-                    # In this thread: Python's threads cannot be started reliably in a signal handler.
+                    # Saved in this thread, because a signal handler cannot start a thread reliably.
                     saves.save_in_time(given, saved, plan)
         except Exception as error:
             if failed_with(error, TimeoutError):

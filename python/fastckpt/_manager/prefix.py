@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Manifests that are requested at the same time: each costs a round trip to the store.
+#: The most manifests that are requested at the same time: each costs a round trip to the store.
 _AT_A_TIME = 32
 #: How often the listing is repeated while checkpoints change.
 _LOOKS = 20
@@ -44,7 +44,7 @@ class Prefix:
         self.names = names
         #: The steps for which the last listing found objects but no manifest.
         self.unfinished: set[int] = set()
-        #: The steps for which it found objects.
+        #: The steps for which the last listing found objects.
         self._begun: set[int] = set()
         #: The result of the last listing, by name, until it is used: this saves a round trip for each.
         self._looked: dict[str, Identity] = {}
@@ -66,7 +66,7 @@ class Prefix:
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
             whole = self.whole(map(self.names.name_of, begun))
             steps = [step for step in map(step_of, whole) if step is not None]
-            # From here on, other threads remove items from it.
+            # From here on, other threads may remove items from `whole`.
             self._looked = whole
             # A checkpoint whose manifest is gone since the listing may have been removed for a newer one that did not
             # exist then.
@@ -124,7 +124,7 @@ class Prefix:
         """The content of a small object of the run.
 
         Raises:
-            OSError: it cannot be read; FileNotFoundError if it does not exist.
+            OSError: the object cannot be read; FileNotFoundError if it does not exist.
         """
         return self._objects.read_all(name, _SMALL)
 
@@ -145,7 +145,7 @@ class Prefix:
             noted = self._objects.sum_of(manifest)
             if noted is not None and _crc64.are_digits(noted, 1):
                 return 0, int(noted, 16), 0
-            # Another program has uploaded it.
+            # Another program has uploaded the manifest.
             return self._objects.size(manifest), 0, 0
         except FileNotFoundError:
             return None
@@ -183,7 +183,7 @@ class Prefix:
             logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
     def whole(self, names: Iterable[str]) -> dict[str, Identity]:
-        """The names among these that have a manifest, in the same order.
+        """The given names that have a manifest, in the same order, each with the identity of its checkpoint.
 
         Raises:
             OSError: the store does not answer, or refuses.

@@ -40,9 +40,9 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
     """The tier of ``remote=`` and ``remote_keep=``; None without ``remote=``.
 
     Raises:
-        ImportError: it is a URL, and the package for URLs is missing.
-        TypeError: one of these has the wrong type.
-        ValueError: it is not a place for checkpoints, or is the local one.
+        ImportError: ``remote=`` is a URL, and the package for URLs is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: ``remote=`` is not a place for checkpoints, or is the local tier's place.
     """
     policies = [] if keep is None else keep_of(keep, "remote_keep")
     if remote is None:
@@ -66,20 +66,20 @@ class Remote(Tier[Place]):
     def __init__(self, place: Place, policies: Sequence[Policy], local: Tier[Directory]) -> None:
         super().__init__(place, policies)
         self._local = local
-        #: The number of the step in its ``latest``, in the order of the queue.
+        #: The number that the step in its ``latest`` had in the drain's queue.
         self._latest = -math.inf
 
     # For the drain.
 
     def lacks(self, step: int) -> bool:
-        """Whether it lacks the local tier's save of a step."""
+        """Whether this tier lacks the local tier's save of a step."""
         here, there = (
             [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
         )
         return not there or there != here
 
     def is_better(self, step: int) -> bool:
-        """Whether it has a later save of a step, or a save of the continuing branch, which left the local one."""
+        """Whether this tier has a later save of a step, or one on the branch that has left the local save behind."""
         tiers = self._local, self
         here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
         if here is None or there is None or there.lineage.order == here.lineage.order:
@@ -89,10 +89,10 @@ class Remote(Tier[Place]):
         return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
-        """The waiting steps, with their numbers, that its policies would not keep.
+        """The waiting steps that this tier's policies would not keep; ``waiting`` has each step's number in the queue.
 
         Raises:
-            OSError: it does not answer.
+            OSError: this tier does not answer.
         """
         if not self.policies:
             return []
@@ -111,9 +111,9 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """Work after a checkpoint is whole there: update ``latest``, copy its pin, remove older ones and leftovers.
+        """Work after a copy to this tier: update ``latest``, copy the pin, remove older checkpoints and leftovers.
 
-        It had this ``number`` in the queue, and was there before if nothing had to be copied. A step that ``waits``
+        The step had this ``number`` in the queue, and ``was_there`` if nothing had to be copied. A step that ``waits``
         must still be copied. A checkpoint that the run has left does not count as the newest for retention.
         """
         local, place = self._local, self.place
@@ -127,7 +127,7 @@ class Remote(Tier[Place]):
             if local.place.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
             if (was_there and not is_latest) or (durable := self._durable) is None:
-                # One of perhaps thousands that an earlier run copied: nothing has changed.
+                # This is one of perhaps thousands that an earlier run copied: nothing has changed.
                 return
             if self.policies:
                 self.clear(durable)
@@ -149,10 +149,10 @@ class Remote(Tier[Place]):
 
         Good files on the local tier are not fetched. The remote checkpoint is read instead if the local save of the
         step ``differs``, and so exists nowhere else, or if the local tier has no room, or may not or cannot be written.
-        If several nodes each fetch a ``share`` of the files, this is the first, which fetches missing ones.
+        If several nodes each fetch a ``share`` of the files, this node is the first, which fetches missing ones.
 
         Raises:
-            CorruptCheckpointError: it is damaged on this tier, and the local tier has nothing of it.
+            CorruptCheckpointError: the checkpoint is damaged on this tier, and the local tier has nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)
@@ -164,7 +164,7 @@ class Remote(Tier[Place]):
         except CorruptCheckpointError:
             if len(sources) == 1:
                 raise
-            # The two differ: the step was saved again, but not copied again.
+            # The two saves differ: the step was saved again, but not copied again.
             return there
         except (OSError, ValueError) as error:
             # A ValueError means that the remote checkpoint cannot be copied.

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run that can be loaded, on the branch that saved last."""
+"""Finds and loads the newest checkpoint of a run that can be loaded, on the branch that saved last."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Restored:
         path: its directory.
         skipped: newer checkpoints that could not be loaded: step and reason, the newest first.
         report: the report of the load.
-        per_rank: the value that this rank gave to ``save(per_rank=...)``; None if it gave none, or if the number of
-            ranks differs (:func:`fastckpt.distributed.load_per_rank` returns each).
+        per_rank: the value that this rank passed to ``save(per_rank=...)``; None if it passed none, or if the number
+            of ranks differs (:func:`fastckpt.distributed.load_per_rank` returns each).
         lineage: its place in the run (docs/manager.md).
     """
 
@@ -96,7 +96,7 @@ class Loader:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
-            FileNotFoundError: it does not exist.
+            FileNotFoundError: the checkpoint does not exist.
             OSError: the remote tier does not answer, and is ``needed``, or the directory has no checkpoint.
         """
         listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
@@ -114,11 +114,11 @@ class Loader:
     def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each newer one; None if there is none at all.
 
-        With ``fresh``, also None if a run was here, but nothing of it is a checkpoint.
+        With ``fresh``, the result is also None if a run was here, but nothing of it is a checkpoint.
 
         Raises:
-            CheckpointError: there is none, and a run was here.
-            CorruptCheckpointError: none can be loaded.
+            CheckpointError: there is no checkpoint, but a run was here.
+            CorruptCheckpointError: no checkpoint can be loaded.
             OSError: the directory has no checkpoint, and the remote tier does not answer.
         """
         skipped: dict[int, str] = {}
@@ -127,7 +127,7 @@ class Loader:
         def look() -> list[Candidate]:
             listed = self.ranks.first("restore", self.candidates.look)
             found = [Candidate(*one) for one in listed if one[0] not in skipped]
-            # With `strict=False` each is compared with all older ones.
+            # With `strict=False`, each checkpoint is compared with all older ones.
             return found if how.get("strict", True) else found[:_LOOKS]
 
         tries, looks = look(), 1
@@ -140,14 +140,14 @@ class Loader:
             if not isinstance(found, Lost):
                 return found
             failures = found.failures
-            # If another process writes and removes, the coordinator's view counts.
+            # If another process saves and removes checkpoints, the coordinator's view counts.
             if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
                 # It was removed in favour of a checkpoint that became durable after the listing.
                 tries, looks = look(), looks + 1
                 continue
             if not failures.skips:
                 raise found.error
-            # Its copy on the remote tier comes next.
+            # If this is not the last try of the step, its copy on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
                 skipped[one.step] = failures.listed[0].why
@@ -176,7 +176,7 @@ class Loader:
     ) -> Restored | Lost:
         """Load a checkpoint on all ranks or on none, after others were ``skipped``; ``older`` ones may follow.
 
-        If it cannot be fetched from the remote tier for any reason, an older checkpoint may be loaded instead.
+        If it cannot be fetched from the remote tier, whatever the reason, an older checkpoint may be loaded instead.
         """
         what = f"restore: {self.candidates.local.place.path_of(one.step)}"
         return attempt(self.ranks, what, partial(self._load, one, skipped, how, older), OSError if one.far else ())
@@ -194,14 +194,14 @@ class Loader:
         if older and how.get("into") is not None and not how.get("strict", True):
             self.ranks.first("restore: verify", lambda: self._verify_what_older_lack(path, older))
         into, options = how["into"], {name: value for name, value in how.items() if name != "into"}
-        options["io"] = without_report(how.get("io", "auto"))  # the manager calls it, after all ranks have loaded
+        options["io"] = without_report(how.get("io", "auto"))  # the manager reports after all ranks have loaded
         settings = partial(LoadSettings.of, "load", options)
         if self.ranks.grouped:
             with marked(self.ranks.answered):
                 loaded = load_on_ranks(path, into, self.ranks.arguments["ranks"], settings)
         else:
             loaded = load_alone(path, into=into, settings=settings())
-        # The manifest may be large, and the ranks many: none of them reads it again.
+        # The manifest may be large, and the ranks many, so no rank reads it again.
         about, states = metadata_of(loaded.reader.metadata()), states_of("restore", loaded.reader)
         ranks, per_rank = len(states), None
         if ranks == self.ranks.size:  # else none of the states belongs to this rank
@@ -221,10 +221,10 @@ class Loader:
         return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _verify_what_older_lack(self, path: str, older: Sequence[Candidate]) -> None:
-        """Verify a checkpoint before it fills ``into`` if it has a value that older ones lack: damage would stay.
+        """Verify a checkpoint that has a value that older ones lack, before it fills ``into``: damage would stay there.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
+            CorruptCheckpointError: the checkpoint is damaged.
         """
         names, remote = _names_of(path), self.candidates.remote
         for one in older:
@@ -232,9 +232,9 @@ class Loader:
             try:
                 lacks = not names <= _names_of(place.path_of(one.step))
             except (CheckpointError, FileNotFoundError):
-                continue  # nothing of it will be loaded
+                continue  # nothing of this checkpoint will be loaded
             except OSError:
-                lacks = True  # unknown
+                lacks = True  # unknown, so verify to be safe
             if lacks:
                 report = verify(path)
                 if not report.ok:
@@ -268,7 +268,7 @@ def attempt(ranks: Crew, what: str, call: Callable[[], _T], skips: Any = ()) -> 
 
 
 def failures_of(ranks: Crew, error: Exception | None, skips: Any = ()) -> _Failures | None:
-    """Why ranks have failed; a rank that only learned of another's failure does not count."""
+    """Why ranks have failed; ranks that only learned of another's failure count only if no other has failed."""
     #: Ranks that failed themselves, and ranks that learned of it.
     said: list[_Failures | None] = [None, None]
     if error is not None:
@@ -307,7 +307,7 @@ class _Failure(NamedTuple):
 class _Failures(NamedTuple):
     """Why ranks have failed: the first failure, the number of others, and the names of all exceptions.
 
-    An older checkpoint may be loaded instead if each rank ``skips`` this one; ``gone`` if it is on each.
+    An older checkpoint may be loaded if each failed rank ``skips`` this one, which is ``gone`` if each reports so.
     """
 
     listed: list[_Failure]

@@ -1,4 +1,4 @@
-"""The saves of a run: the save in flight, the step that needs none, and the place of the next in the lineage."""
+"""The saves of a run: the save in flight, the step that needs none, and the next save's place in the lineage."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Saves:
 
     Attributes:
         options: further arguments for each save.
-        asynchronous: whether they continue in the background.
+        asynchronous: whether the saves continue in the background.
         pending: the last save in the background, until it is known to be over.
         step: the step that needs no further save: saved, being saved, or restored.
-        report: the report of the last durable one.
+        report: the report of the last durable save.
     """
 
     candidates: Candidates
@@ -55,7 +55,7 @@ class Saves:
     pending: PendingSave | None = field(default=None, init=False)
     step: int | None = field(default=None, init=False)
     report: SaveReport | None = field(default=None, init=False)
-    #: Earlier saves that were in flight when it began.
+    #: Earlier saves that were in flight when the last one began.
     _before: list[PendingSave] = field(default_factory=list, init=False)
     _history: History = field(default_factory=History, init=False)
     _looked: bool = field(default=False, init=False)
@@ -70,7 +70,7 @@ class Saves:
         return self.pending is not None and not self.pending.done()
 
     def resume(self, step: int, path: str, place: Lineage) -> None:
-        """Training continues from the checkpoint of a step at ``path``."""
+        """Record that training continues from the checkpoint of a step at ``path``."""
         self._history.resume(step, place)
         self.alarm.resume(step, path)
         self.timing.resume(step)
@@ -84,7 +84,7 @@ class Saves:
         return history.go_back(step)
 
     def look(self, step: int) -> None:
-        """Look for other saves on the local tier before the first save: the remote may not answer for minutes."""
+        """Look for other saves before the first save, on the local tier only: the remote may not answer for minutes."""
         if self._looked:
             return
         local = self.candidates.local
@@ -92,7 +92,7 @@ class Saves:
             steps = local.place.look().steps
             local.catalogue.entries(steps)
         except OSError as error:
-            # An error on one rank would leave the others waiting. If it persists, the save reports it on all of them.
+            # An error on one rank would leave the others waiting. If it persists, the save reports it on all ranks.
             logger.warning("%s: cannot read it before the first save: %s", local.place.path, error)
             return
         self._looked = True
@@ -121,7 +121,7 @@ class Saves:
             self.timing.leave()
 
     def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """Save in the call, if time is short: without a bandwidth limit, and old checkpoints stay for now."""
+        """Save in the call because time is short: without a bandwidth limit, and without removing old checkpoints."""
         began, report = self._save(given, base, plan, io=replace(self.options["io"], bandwidth_limit=None))
         self.after_save.note(given.metadata, began, report, report.seconds)
 
@@ -135,7 +135,7 @@ class Saves:
                 if pending.exception(seconds_until(end)) is not None and is_last:
                     self.step = None
             except TimeoutError:
-                # If several ranks cancel it, one of them may learn of another's cancellation first.
+                # If several ranks cancel this save, one of them may learn of another's cancellation first.
                 if pending.cancel() or failed_with(pending.exception(), CancelledError):
                     given_up.append(pending.path)
                     if is_last:
@@ -146,21 +146,21 @@ class Saves:
         """Wait for the last save.
 
         Raises:
-            TimeoutError: it is not durable by ``end``. It continues.
-            CancelledError: it was abandoned.
-            Exception: it failed.
+            TimeoutError: the save is not durable by ``end``. It continues.
+            CancelledError: the save was abandoned.
+            Exception: the save failed.
         """
         try:
             self.report = pending.result(seconds_until(end))
         except Exception as error:
-            # After its failure is known, its step may be saved again, and it is no base.
+            # Once the failure is known on this rank, the step may be saved again, and it is not used as a base.
             with contextlib.suppress(TimeoutError):
                 self.after_save.wait(end)
             if pending.done() and self.pending is pending:
                 # The coordinator may have told the others of the step after this rank had learned of the failure.
                 self.step = None
             if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
-                # All ranks have abandoned it, and this one learned of another's decision first.
+                # All ranks have abandoned the save, and this one learned of another's decision first.
                 raise CancelledError(str(error)) from error
             raise
         finally:
@@ -180,7 +180,7 @@ class Saves:
         if plan:
             given.metadata[lineage.KEY] = plan
             self._history.begin(given.step, plan)
-        # A failed save leaves no base: the next one writes everything.
+        # After a failed save there is no base, so the next save writes everything.
         path = None if base is None else self.path_of(base)
         how = {"base": path, **self.options, "metadata": given.metadata}
         together = self.ranks.grouped or given.per_rank is not None
@@ -203,7 +203,7 @@ class Saves:
         try:
             pending = call(given.state, self.path_of(given.step), **how)
         except BaseException as error:
-            # An earlier save failed, and this one has begun.
+            # The error is that of an earlier save, and this save has begun.
             begun = getattr(error, "pending_save", None)
             if begun is not None:
                 self._follow(given, began, begun)

@@ -17,12 +17,12 @@ class Schedule:
     """The policies of ``save_when=``.
 
     Args:
-        policies: one of them is enough; without any, every step is wanted.
-        timing: measures for them.
+        policies: a step is wanted if one of them wants it; without any, every step is wanted.
+        timing: measures for the policies.
 
     Attributes:
-        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time also
-            wants the next one. The inputs of a caller's policy are unknown.
+        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time then
+            wants the next step, too, but a caller's own policy may not.
     """
 
     def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:

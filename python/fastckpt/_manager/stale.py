@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
+#: For each trained group of a checkpoint, the bytes and the checksum of each tensor by its name.
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
 #: Trained tensors are floating-point and have at least one dimension: an optimizer counts steps in scalars.
 _FLOATS = ("F", "BF", "C")
@@ -32,7 +32,7 @@ _is_moment = re.compile(
     r"(?:^|\.)(?:(?:opt(?:im[^.]*|s)?|adam[^.]*|sgd|muon|lion)\.|(?:exp_avg(?:_sq)?|momentum_buffer)(?:\.|$))",
     re.IGNORECASE,
 ).search
-#: Trained weights that may be saved beside a model that does not change.
+#: Adapters: trained weights that may be saved beside a model that does not change.
 _is_adapter = re.compile(r"(?:^|[._])(?:lora|adapter)", re.IGNORECASE).search
 #: The most names in a message.
 _SHOWN = 3
@@ -47,7 +47,7 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
         frozen: patterns of tensors that are not trained.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: the checkpoint is damaged, or the path is not a checkpoint.
         OSError: the directory cannot be read.
     """
     # The command line imports this file before it knows whether the package is complete.
@@ -56,7 +56,7 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
     reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
-    # A layer of the model may have the name of an optimizer.
+    # Names alone are not enough: a layer of the model may have the name of an optimizer.
     is_apart = any(name.startswith("training/") for name in shards)
     still = patterns_of("frozen", frozen, operation)
     for index, tensor in enumerate(reader.tensors()):
@@ -100,9 +100,9 @@ class StaleAlarm:
     """Compares each checkpoint of a run with the one before it; ``stale`` and ``frozen`` are the manager's.
 
     Attributes:
-        raises: whether it is an error.
+        raises: whether an anomaly is an error.
         changed: the last step that was compared with the previous one, and the share of each group that changed.
-        warning: the anomaly of that step, for the report.
+        warning: the anomaly of that step, as text for the report.
     """
 
     def __init__(self, local: Tier[Directory], stale: str, frozen: Sequence[str] | str) -> None:
@@ -119,7 +119,7 @@ class StaleAlarm:
         self._before: tuple[int, str | Sums] | None = None
 
     def resume(self, step: int, path: str) -> None:
-        """Training continues from the checkpoint of a step at ``path``."""
+        """Record that training continues from the checkpoint of a step at ``path``."""
         self._before = step, path
 
     def compare(self, step: int) -> None:

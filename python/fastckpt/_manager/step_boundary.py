@@ -40,10 +40,10 @@ class StepBoundary:
     _wanted: int | None = field(default=None, init=False)
     _agreed: int | None = field(default=None, init=False)
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
-    #: The step that needed no further save at the last boundary, on all ranks: the next save may link its files.
+    #: The step that needed no further save on any rank at the last boundary: the next save may link its files.
     _base: int | None = field(default=None, init=False)
-    #: The notice that is called at each boundary, and its earlier results; the step of the last call, and whether that
-    #: had news.
+    #: The notice that is called at each boundary; its earlier results; the step of the last call, and whether it
+    #: returned a new result.
     notice: Callable[[], object] | None = field(default=None, init=False)
     _heard: list[object] = field(default_factory=list, init=False)
     _news: tuple[int | None, bool] = field(default=(None, False), init=False)
@@ -68,7 +68,7 @@ class StepBoundary:
 
         apart = _APART if self.schedule.may_wait else 0.0
         agreed = self.ask("should_save", step, due, apart, plan=plan)
-        # Before they save for a signal, ranks ask each other again: here only about a step that may be saved.
+        # Before ranks save for a signal, they ask each other again: here only about a step that may be saved.
         if agreed.signals and (self.ranks.size == 1 or step == self._agreed):
             if step == agreed.saved:
                 self.preemption.settle()
@@ -103,7 +103,7 @@ class StepBoundary:
             given = state_of(step, state, metrics, metadata, per_rank)
         except Exception:
             if self.ranks.size > 1 and step != self._wanted:
-                # The others ask whether to save the step, and wait for this rank.
+                # The other ranks ask whether to save the step, and wait for this rank's part in that round.
                 self.should_save(step, force=force)
             raise
         # Ranks ask each other once about a step to save; one process checks again.
@@ -130,7 +130,7 @@ class StepBoundary:
         given = state_of(step_of("steady", step), state, metrics, metadata, per_rank)
         self._reach(step)
         if self.ranks.leads:
-            # Not in a signal handler, where there is no time.
+            # Look here, because a signal handler has no time for it.
             self.saves.look(step)
 
         def answer() -> object:
@@ -146,7 +146,7 @@ class StepBoundary:
             answer_together()
             return
         with self.preemption.signals.answered_by(answer):
-            # The signal may have come before.
+            # The signal may have come before this context.
             self.preemption.signals.answer_now()
             yield
 
@@ -156,7 +156,7 @@ class StepBoundary:
         if (call := self.ranks.take_call()) is not None:
             signals.agree(call.signals, call.left)
             if not set(signals.pending) <= set(call.signals):
-                # One has come since.
+                # Another signal has come since the call.
                 self.ranks.urge()
             # ``answer`` asks the coordinator which step is saved.
             return Agreed(call.signals, call.left, self.saves.step, due=True, over=False, plan={})
@@ -171,7 +171,7 @@ class StepBoundary:
         return agreed
 
     def _has_news(self, step: int) -> bool:
-        """Whether the notice had news at this step; it is called once per step."""
+        """Whether the notice has returned a new result at this step; it is called once per step."""
         if self.notice is not None and step != self._news[0]:
             said = self.notice()
             self._news = step, bool(said) and said not in self._heard
@@ -195,12 +195,12 @@ class StepBoundary:
             self.ranks.first("stale", self.alarm.raise_once)
 
     def miss(self, why: str) -> None:
-        """This rank does not save the step that all agreed to save: tell the others, which do, the reason."""
+        """Tell the other ranks why this one does not save the step that all agreed to save."""
         step, self._wanted = self._wanted, None
         if step is None or self.ranks.size == 1:
             return
         if self.preemption.signals.called:
-            # Before they save for a signal they ask each other again.
+            # Before ranks save for a signal, they ask each other again.
             self.ranks.leave(why)
         else:
             self.ranks.miss_save(self.saves.path_of(step), why)

@@ -62,7 +62,7 @@ class StepTiming:
         self._left = self._clock()
 
     def durable(self, began: float, stall: float) -> None:
-        """Record that a save that began then is durable, and stalled training for ``stall`` seconds."""
+        """Record that the save that began at ``began`` is durable, and stalled training for ``stall`` seconds."""
         self._durable = _mean(self._durable, self._clock() - began)
         self._stall = _mean(self._stall, stall)
 

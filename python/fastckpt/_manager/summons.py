@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.peers import Peers
 
-#: Seconds between two checks whether this rank calls; and the most seconds to leave.
+#: Seconds between two checks of whether this rank must call; and the most seconds for leaving the others.
 _LOOK, _LEAVING = 0.5, 5.0
 
 
@@ -32,7 +32,7 @@ class Came(NamedTuple):
 
     Attributes:
         all: the number of signals so far.
-        signals: those that were not answered.
+        signals: the signals that were not answered.
         left: seconds until a save for them must be done; None for no limit.
     """
 
@@ -42,7 +42,7 @@ class Came(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call at its boundary: the signals that have come, and the seconds left for a save."""
+    """A call for a boundary: the signals that have come, and the time by which a save for them must be done."""
 
     signals: tuple[int, ...]
     until: float | None
@@ -54,14 +54,14 @@ class Called(NamedTuple):
 
 
 class RankLeft(BaseException):
-    """A rank leaves the others. No ``Exception``: it leaves without waiting for an answer."""
+    """A rank leaves the others. It is not an ``Exception``, because the rank leaves without waiting for an answer."""
 
 
 class Summons:
     """The calls of the ranks of a manager.
 
     Args:
-        peers: the ranks, with turns that wait for no other.
+        peers: the ranks, with turns that wait for no other operation.
         directory: the run, the same on all ranks.
         timeout: seconds of silence after which a rank is considered gone.
         place: where the directory is.
@@ -73,9 +73,9 @@ class Summons:
         #: The boundaries that this rank has reached, and later ones for which a rank has called.
         self._reached = 0
         self._called: dict[int, Called] = {}
-        #: The call for the last of these boundaries that this rank has reached: its signals may be unanswered.
+        #: The call for the boundary that this rank reached last, if any: its signals may be unanswered.
         self._last: Called | None = None
-        #: The ranks agree on a boundary now.
+        #: Whether the ranks are agreeing on a boundary now.
         self._open = False
         self._urges = False
         self._error: RanksError | None = None
@@ -103,7 +103,7 @@ class Summons:
             if error is not None:
                 raise error
             call = self._last = self._called.get(here)
-            # It may have come to one of them for another round, before it knew.
+            # For another round, this rank may have come to some of these boundaries before it learned of the call.
             self._called = {behind: each for behind, each in self._called.items() if behind > here}
             return call
 
@@ -128,7 +128,7 @@ class Summons:
 
     def _run(self, came: Callable[[], Came]) -> None:
         try:
-            # The ranks meet early, before time is short.
+            # The ranks meet here, early, and not when time is short.
             self._turn("listen", lambda: None)
             seen, timeout = 0, self._called_for[1]
             while not self._over.is_set():
@@ -150,7 +150,7 @@ class Summons:
         def held() -> list[Any]:
             with self._changed:
                 self._open = True
-                # All know the signals of earlier calls, and answer each once.
+                # All ranks know the signals of earlier calls, and answer each once.
                 known = {number for call in (self._last, *self._called.values()) if call for number in call.signals}
                 return [self._reached, [number for number in now.signals if number not in known], now.left]
 
@@ -170,7 +170,7 @@ class Summons:
         with self._changed:
             self._open = self._urges = False
             self._error = error or self._error
-            if call is not None and behind >= self._reached:  # it may stay there, and has not passed it
+            if call is not None and behind >= self._reached:  # this rank may be at that boundary, but has not passed it
                 # A rank may be at that boundary and not know a later call for it.
                 self._called.setdefault(behind, call)
             self._changed.notify_all()

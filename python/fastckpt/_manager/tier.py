@@ -42,8 +42,8 @@ def reasons(
 
     Args:
         saved: the checkpoints that count, by rising step; the last of them is durable.
-        policies: decide what stays; without any, all stay.
-        pinned: steps that stay anyway.
+        policies: the policies that decide what stays; without any, all checkpoints stay.
+        pinned: steps that stay whatever the policies decide.
         now: seconds since 1970.
     """
     found: dict[int, list[str]] = {one.step: [] for one in saved}
@@ -65,7 +65,7 @@ def reasons(
 def reasons_on_branch(
     entries: Mapping[int, Entry], tip: Lineage, policies: Sequence[Policy], pinned: Collection[int], now: float
 ) -> dict[int, list[str]]:
-    """As :func:`reasons`, but checkpoints that the branch of ``tip`` has left do not count, and stay only if pinned."""
+    """As :func:`reasons`; but checkpoints that the branch of ``tip`` has left do not count, and only pins keep them."""
     left = {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
     found = reasons([entry.saved for step, entry in entries.items() if step not in left], policies, pinned, now)
     return found | {step: ["pinned"] if step in pinned else [] for step in left}
@@ -75,7 +75,7 @@ def write_latest(place: Place, step: int) -> None:
     """Write the name of a step's checkpoint to ``latest``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     place.replace(LATEST, f"{place.names.name_of(step)}\n".encode(), durable=True)
 
@@ -105,13 +105,13 @@ class Tier(Generic[_P]):
         self._warned: set[int] = set()
         #: The last step that this process has made durable.
         self._durable: int | None = None
-        #: Whether a step must stay for another reason: it must still be copied.
+        #: Whether a step must stay because it must still be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     @property
     def catalogue(self) -> Catalogue:
         """The facts in the checkpoints."""
-        # The lock of the local tier is made with the manager: no signal handler waits here for its thread.
+        # The manager makes the local tier's catalogue at its start, so no signal handler waits here for its own thread.
         if self._catalogue is None:
             with self._making:
                 texts = None if self.read_only else texts_of(self.policies)
@@ -131,7 +131,7 @@ class Tier(Generic[_P]):
     def reasons(
         self, entries: Mapping[int, Entry], policies: Sequence[Policy], pinned: Collection[int]
     ) -> dict[int, list[str]]:
-        """The same, for these checkpoints."""
+        """Why each of these checkpoints stays, as in :meth:`kept`."""
         found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
         newest = max(self.catalogue.own(entries), default=-1)
         for step, why in found.items():
@@ -143,7 +143,7 @@ class Tier(Generic[_P]):
 
     def pin(self, step: int) -> bool:
         """Pin a checkpoint; returns whether it exists."""
-        # A removal in progress ends first; another process may remove the checkpoint until it sees the pin.
+        # This waits for a removal in progress; another process may still remove the checkpoint until it sees the pin.
         name = self.place.names.name_of(step)
         with self._removing:
             if self.place.identity(name) is None:
@@ -163,7 +163,7 @@ class Tier(Generic[_P]):
             if self.policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
                 entries = self.catalogue.entries(older)
-                # Not if it was replaced or removed at this moment.
+                # Nothing is removed if that checkpoint was replaced or removed at this moment.
                 if durable in entries:
                     try:
                         tip = entries[durable].lineage
@@ -189,12 +189,12 @@ class Tier(Generic[_P]):
             path = self.place.path_of(step)
             try:
                 with self._removing:
-                    # It may have been pinned meanwhile: removals take time.
+                    # The step may have been pinned meanwhile, because removals take time.
                     if self.place.is_pinned(step) or self.held(step):
                         continue
                     self._take(step, files)
             except (CheckpointError, OSError) as error:
-                # The removal is tried again after each save.
+                # Warn once for each step, because the removal is tried again after each save.
                 if step not in self._warned:
                     self._warned.add(step)
                     logger.warning("%s: not kept, but it cannot be removed: %s", path, error)
@@ -211,7 +211,7 @@ class Tier(Generic[_P]):
             held: steps that are pinned on another tier. They stay, and so do checkpoints that are pinned here.
 
         Raises:
-            OSError: one cannot be removed, or the place does not answer.
+            OSError: a checkpoint cannot be removed, or the place does not answer.
         """
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)
@@ -228,7 +228,7 @@ class Tier(Generic[_P]):
             write_hint(self.place, step)
 
     def _take(self, step: int, files: Collection[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another manager was first
+        with contextlib.suppress(FileNotFoundError):  # another manager has removed it
             kept = self.place.remove(step, files)
             if kept:
                 path = self.place.path_of(step)

@@ -1,1 +1,1 @@
-"""The command line and its helpers: it uses the package like any other program."""
+"""The command line and its helpers, which use the package as any other program does."""

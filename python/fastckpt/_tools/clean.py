@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: The meaning of each state, in words.
 STATES = {
     "alive": "its writer is running",
-    "dead": "not needed: the next save here removes it (of a copy: the same copy continues it)",
+    "dead": "not needed: the next save here removes it (if a copy left it, the same copy continues it)",
     "unknown": "its writer may be running, perhaps on another machine",
     "kept": "an old checkpoint that a save was about to replace, or the save itself",
     "foreign": "not a checkpoint, displaced by a save that was killed: move it by hand",

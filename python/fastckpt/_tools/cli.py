@@ -45,7 +45,7 @@ _EVERYWHERE = ("--json", "--quiet")
 
 _PLACE = "the checkpoint: its directory or URL"
 
-#: As many as fit on a screen; the rest are counted.
+#: The most lines that fit on a screen; the rest are only counted.
 _LINES = 12
 #: Levels of metadata that are shown: Python's JSON encoder recurses.
 _DEPTH = 100
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
         # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self.page = page
-        # Only for the help: `main` removes them, wherever they stand.
+        # Declared only for the help: `main` removes both options, wherever they stand.
         self.add_argument("--json", action="store_true", help="print one JSON document")
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -292,7 +292,7 @@ def _verify_all(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[
     found, lines, statuses = fastckpt.list(options.path), [], []
     if not found:
         raise NotACheckpointError(
-            f"verify --all {options.path}: no checkpoint is in it: give a directory that holds some"
+            f"verify --all {options.path}: no checkpoint is in it: give a directory with checkpoints"
         )
     checkpoints: list[dict[str, Any]] = []
     for one in found:
@@ -345,15 +345,15 @@ def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> 
         return str(error) or type(error).__name__
     where = os.fsdecode(path if error.filename is None else error.filename)
     cause = error.strerror or str(error)
-    # The core's messages already name operation and path; a cause with a remedy is longer than the system's text, and
-    # one cause is enough.
+    # The core's messages already name operation and path. A cause that is longer than the system's text already has a
+    # remedy, and one remedy is enough.
     message = cause if f"`{where}`" in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
     plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
     return f"{message}; {remedy}" if remedy and plain else message
 
 
-#: Names and values in messages, which stay as they are.
+#: Quoted names and values in messages, which stay unchanged.
 _QUOTED = r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]"
 
 
@@ -421,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     try:
         if as_json:
-            # The only control character that JSON does not escape.
+            # DEL is the only control character that `json.dumps` does not escape.
             _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
         elif lines and not quiet:
             _print("\n".join(map(visible, lines)), sys.stdout)
@@ -431,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
     except OSError as error:
         _discard_output()
-        print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
+        print(f"fastckpt: cannot write to standard output: {error.strerror}; free space there", file=sys.stderr)
         return FAILED
     return status
 

@@ -18,7 +18,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Make the script; return exit status, JSON document and lines."""
+    """Generate the script; return exit status, JSON document and lines."""
     try:
         import shtab  # noqa: PLC0415 - an optional dependency
     except ImportError as error:

@@ -20,13 +20,13 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "copy",
         "copy a checkpoint to another directory or object store",
         "Every shard is compared with its checksum on the way. The copy appears whole or not at all. If it is cut "
-        "short, the same command goes on with what is there. Does nothing if TARGET holds this checkpoint already. "
+        "short, the same command continues the copy. Does nothing if TARGET holds this checkpoint already. "
         "Exits with 1 if SOURCE is damaged.",
     )
     parser.add_argument("path", metavar="SOURCE", type=place, help="a checkpoint: its directory or URL")
     parser.add_argument("target", metavar="TARGET", type=place, help="the directory or URL of the copy")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at TARGET")
-    parser.add_argument("--bandwidth-limit", metavar="RATE", help="bytes per second to move at most, as in 500MB/s")
+    parser.add_argument("--bandwidth-limit", metavar="RATE", help="the most bytes per second, as in 500MB/s")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
 _NUMBERS = "biufc"
-#: Lines of the screen; JSON has all.
+#: The most lines on the screen; the JSON document lists all.
 _LINES = 40
 _WORD = 60
 
@@ -141,7 +141,7 @@ def compare(first: fastckpt.types.Checkpoint, second: fastckpt.types.Checkpoint,
 
 
 def _parts(shape: tuple[int, ...], nbytes: int) -> Iterator[Any]:
-    """Indices of parts that cover a tensor of this shape, small if its first dimension permits."""
+    """Indices of parts that cover a tensor of this shape, each part small if the first dimension permits."""
     if not shape or nbytes <= _PIECE:
         yield ...
         return
@@ -165,7 +165,7 @@ def _array(part: Any) -> np.ndarray[Any, Any]:
 
 
 def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Numbers in the precision for their differences: float64 or complex128, or more if they have more."""
+    """Numbers in the precision for their differences: at least float64 or complex128."""
     least = np.complex128 if part.dtype.kind == "c" else np.float64
     # An integer of 64 bits does not fit the 53 bits of a float64.
     return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
@@ -199,7 +199,7 @@ def _values(a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
 
 
 class _Name:
-    """A step of a name, after the steps that lead to it."""
+    """A step of a name, linked to the steps before it."""
 
     __slots__ = ("before", "step")
 
@@ -268,7 +268,7 @@ def _text(value: Any) -> str:
 
 
 class _Literal(str):
-    """A piece of the text itself."""
+    """A piece of the resulting text, which needs no conversion."""
 
     __slots__ = ()
 

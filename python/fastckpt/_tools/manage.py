@@ -31,7 +31,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     pin.add_argument("path", metavar="PATH", type=place, help="the checkpoint: its directory")
     pin.add_argument("--off", action="store_true", help="let the policies decide on it again")
-    top = command("top", "show live who saves and loads, and who is slow", "Runs fastckpt-top with all its options.")
+    top = command("top", "show saves and loads live, and the slow ranks", "Runs fastckpt-top with all its options.")
     top.add_argument("options", metavar="OPTION", nargs="*", help="see 'fastckpt-top --help'")
 
 
@@ -62,7 +62,7 @@ def pin(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def top(arguments: Sequence[str]) -> int:
     """Run the monitor, which is a separate distribution; returns its exit status."""
-    # Look beside this command first: an environment need not be activated.
+    # Look beside this command first, because its environment may not be activated.
     where = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     program = shutil.which("fastckpt-top", path=os.pathsep.join(where))
     if program is None:

@@ -15,7 +15,7 @@ def option(name: str) -> str:
 
 
 def path(text: str) -> Path:
-    """A path. Refuses an empty one, as from an unset variable, which would be the current directory."""
+    """Return a path; refuse an empty one, as from an unset variable, which would be the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return Path(text)

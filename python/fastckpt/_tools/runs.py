@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastckpt.keep import Policy
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
-#: The files that a manager writes beside its checkpoints.
+#: The file that a manager writes beside its checkpoints.
 _CACHE = ".fastckpt-run.json"
 _IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
 
@@ -40,7 +40,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     prune.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
     add_options(prune)
-    prune.add_argument("--force", action="store_true", help="also those that hold files of others, with these files")
+    prune.add_argument("--force", action="store_true", help="also remove those with files of others, and these files")
     prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
 
 
@@ -105,7 +105,7 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
 
 
 def _files(path: str) -> dict[tuple[int, int], int]:
-    """The files of a checkpoint, by the identity that they have in several directories."""
+    """The sizes of a checkpoint's files, by device and inode, which hard links of one file share."""
     found = {}
     with os.scandir(path) as entries:
         for entry in entries:
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def _shown(document: dict[str, Any]) -> list[str]:
-    """The lines; afterwards JSON can hold the document."""
+    """Return the lines, and change the document so that JSON can hold it."""
     lines = _lines(document)
     for entry in document["checkpoints"]:
         # JSON has no nan and no infinity.
@@ -186,7 +186,7 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
             with fastckpt.open(one.path) as checkpoint:
                 speed, metadata = checkpoint.origin.gigabytes_per_second, checkpoint.metadata
             metrics = _numbers(metadata, "metrics")
-            # Each one records how much changed since the previous one.
+            # Each checkpoint records how much an earlier one differs from the one before that.
             noted = metadata.get("lineage") if isinstance(metadata, dict) else None
             if isinstance(noted, dict):
                 changed[noted.get("changed_of")] = _numbers(noted, "changed")
@@ -265,7 +265,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Only 0 is shown as ``0 %``, which has a meaning for readers."""
+    """Only 0 is shown as ``0 %``, because readers take that to mean no change."""
     return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"  # noqa: PLR2004 - of what is shown
 
 

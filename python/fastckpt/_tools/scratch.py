@@ -26,7 +26,7 @@ class _Ended(BaseException):
 class Signals:
     """A context that raises SIGINT, SIGTERM and SIGHUP as an exception, or holds them while ``held``, and resends them.
 
-    Only signals with their default effect, and only in the main thread: no other thread receives them.
+    It handles only signals with their default effect, and only in the main thread: no other thread receives signals.
     """
 
     def __init__(self, *, held: bool = False) -> None:

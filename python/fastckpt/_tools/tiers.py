@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def processes(self) -> int:
-        """Processes that write, one per GPU: all of them."""
+        """Processes of the job, one per GPU, all of which write."""
         return self.tp * self.pp * self.dp
 
     @property

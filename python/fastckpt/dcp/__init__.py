@@ -1,4 +1,4 @@
-"""Checkpoints of fastckpt through torch.distributed.checkpoint: the same files.
+"""Saves and loads checkpoints of fastckpt, with the same files, through torch.distributed.checkpoint.
 
 dcp.save(state, checkpoint_id="step-1000", storage_writer=fastckpt.dcp.Writer())
 dcp.load(state, checkpoint_id="step-1000", storage_reader=fastckpt.dcp.Reader())

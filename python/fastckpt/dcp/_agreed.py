@@ -1,7 +1,7 @@
 """Data that the ranks of a save exchange in addition to the common description of the state.
 
-The answer does not grow with the ranks, except by their boxes: equal boxes of several ranks are sent once, and so are
-boxes of tensors that are cut in the same way.
+The size of this data does not depend on the number of ranks, except for their boxes: equal boxes of several ranks are
+sent once, and so are the boxes of tensors that are cut in the same way.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Known:
     """The facts that all ranks know of values, and of tensors that need boxes.
 
     Args:
-        answer: of :func:`decide_told`.
+        answer: the result of :func:`decide_told`, and the warnings, if any, after it.
 
     Attributes:
-        model_key: that of the coordinator.
+        model_key: the coordinator's option.
         values: for each value with tensors, by its key, its rank and the tensors.
         strange: the keys of tensors that some rank can describe only by boxes.
         planned: the keys in the plans of ranks whose planners may leave some out.
-        warnings: about different values.
+        warnings: the warnings about different values.
     """
 
     def __init__(self, answer: list[Any]) -> None:
@@ -71,7 +71,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
     for outer, (first, *others) in ids.items():
         if others:
             raise ValueError(
-                f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which stand for other "
+                f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which refer to other "
                 f"parameters on rank {others[0][0]} than on rank {first[0]}: give the state that "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
             )
@@ -83,7 +83,7 @@ class Boxes:
     """The boxes of each rank.
 
     Args:
-        answer: of :func:`decide_cuts`.
+        answer: the result of :func:`decide_cuts`.
 
     Attributes:
         spreads: for each cut, which ranks have which boxes of a tensor, for each mesh that has them.
@@ -111,7 +111,7 @@ class Boxes:
         return number, [box for boxes in self.spreads[number] for holder, box in boxes if holder == rank]
 
     def lowest(self, number: int) -> int:
-        """The lowest rank that has a box."""
+        """The lowest rank that has a box of this cut."""
         return min(boxes[0][0] for boxes in self.spreads[number])
 
     def core(self, number: int) -> list[_core.Spread]:
@@ -163,7 +163,7 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
             held.append(sum(prod(stop - start for start, stop in box) for holders in cut for box, _ in holders))
         _, shape, logical = json.loads(about[0][1])
         sizes = shape if logical is None else logical[1]
-        # Overlapping boxes may hide a gap, which the core finds.
+        # Overlapping boxes may hide a gap from this check; the core finds it.
         if held[number] < prod(sizes):
             raise CheckpointError(
                 f"dcp.save: {key!r} of the sizes {sizes} is incomplete here ({held[number]} of {prod(sizes)} "

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Alone(SingleProcess):
-    """One process, with a plan.
+    """The only process of a save, with its plan.
 
     Args:
         brought: the state to save, without boxes.

@@ -4,7 +4,7 @@ Each entry of the planner's state is one of these:
 
 - A plain tensor: every rank that has it has all of it. These ranks share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: that of the lowest rank that has it, with all tensors in it. torch's plan assigns each value to some rank,
+- A value: the one of the lowest rank that has it, with all tensors in it. torch's plan assigns each value to some rank,
   and a mixture of values of several ranks would be a state that no rank held. Tokens are sent to the coordinator only,
   with digests of the tensors; all ranks receive the tensors in a value, because their order is that of the state.
 - Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all tensors that other planners cut. Every
@@ -99,8 +99,8 @@ class Brought:
 
     Args:
         plan: this rank's part of torch's plan.
-        planner: knows the tensors.
-        types: the types with names that are known.
+        planner: resolves the items of the plan to tensors and values.
+        types: the known types with names.
         ranks: the global ranks of the group, in its order.
         rank: this rank in the group.
         local: the plan that this rank made; None if its planner has kept it, or this is a save of one process.
@@ -131,7 +131,7 @@ class Brought:
         #: For tensors, the items of the plan, and items that this rank adds because torch assigned them to other ranks.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
-        #: The reason, for values that cannot be stored and that all plans may leave out.
+        #: Why a value cannot be stored, by its key; all plans may leave such values out.
         self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
@@ -204,7 +204,7 @@ class Brought:
                     self.strange.append(key)
 
     def told(self, *, compared: bool) -> list[Any]:
-        """The first message to the other ranks; ``compared``: with digests of the tensors in values.
+        """The first message to the other ranks; if ``compared``, it has digests of the tensors in values.
 
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
@@ -214,10 +214,10 @@ class Brought:
         return [numbers, values, [], self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
-        """A digest for each optimizer state whose parameters are numbers: of the shapes for each number."""
+        """For each optimizer state whose parameters are numbers, a digest of the tensor shapes for each number."""
         state = self._state or {}
         here = [(path, state[key]) for key, path in self._paths.items() if key in state]
-        # Even for an optimizer without state: the state of another rank may be of other parameters.
+        # This includes an optimizer without state: another rank's may have a state of other parameters.
         found: dict[Path, list[Any]] = {
             path[:-3]: []
             for path, value in here

@@ -1,7 +1,7 @@
 """Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
 Its planners flatten mappings, and lists that hold tensors or mappings; everything else is one entry. Keys become
-strings. This module does the same to the structure of a checkpoint, so that the keys match those of a state.
+strings. This module treats the structure of a checkpoint in the same way, so that its keys match those of a state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastckpt._state.unflatten import Token
 
-#: Composed tensors.
+#: The first tokens of composed tensors.
 _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """The number of the stored tensor, if it is one."""
+        """The number of the stored tensor, if the entry is a tensor."""
         return self.token[1] if type(self.token) is list and self.token[0] == "tensor" else None
 
 
@@ -116,7 +116,7 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
 
 
 class Known(dict[str, Any]):
-    """The metadata of all entries. A key that leads to several entries is found, too, but not listed.
+    """The metadata of all entries. A key that leads to several entries is also found, but not listed.
 
     Planners with ``flatten_state_dict=False`` request such keys, and read the contents as one value.
 

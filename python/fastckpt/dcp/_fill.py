@@ -1,6 +1,6 @@
 """Reads boxes of stored tensors into existing tensors: any strides, any device, any dtype.
 
-A tensor that cannot hold the values is refused by its key: for some, torch's copy is silently wrong.
+A tensor that cannot hold the values is refused by its key, because torch's copy to some such tensors is silently wrong.
 
 Tensors that share memory, like tied weights or a buffer and views into it, are filled one after another, as torch does.
 Afterwards each of them must have the values that it was filled with.
@@ -52,9 +52,9 @@ class Asked:
         key: its key in the state.
         given: the planner's tensor, detached if it is dense.
         target: the tensor to fill: ``given`` without the elements that it repeats.
-        box: of the stored tensor.
-        number: of the stored tensor; None for one that is made of several.
-        spots: device and layout of the memory that has its elements, as far as it has addresses.
+        box: the box of the stored tensor to read.
+        number: the number of the stored tensor; None for one that is made of several.
+        spots: devices and layouts of the memory that holds its elements, where it has addresses.
         value: the value to copy to it at the end; None if it is read directly.
         others: the targets that share memory with it.
         filled: its contents after it was filled, if others share its memory.
@@ -72,14 +72,14 @@ class Asked:
 
 
 class Fill:
-    """Reads boxes into tensors: requests, and movers for those without an address, by their numbers."""
+    """Reads boxes into tensors; collects requests, and movers by number for tensors without an address."""
 
     def __init__(self, targets: Targets, reader: _core.Reader) -> None:
         self.targets = targets
         self.requests: list[Request] = []
         self._reader = reader
         self._asked: list[Asked] = []
-        #: The first targets of one place in memory, and those without a place by their identity.
+        #: The first target of each place in memory; targets without a place are under their identity.
         self._places: dict[Any, Asked] = {}
 
     def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
@@ -121,12 +121,12 @@ class Fill:
         return asked
 
     def settle(self) -> None:
-        """After the last :meth:`ask`, make the requests, and add those for whole tensors of values.
+        """After the last :meth:`ask`, make the requests, and add those for whole tensors in values.
 
-        The memory of the latter has an address.
+        The memory of whole tensors in values has an address.
 
         Raises:
-            StructureMismatchError: one tensor gets different values.
+            StructureMismatchError: a tensor would get two different values.
         """
         apart = [asked for asked in self._asked if not self._is_again(asked)]
         for one, other in overlapping((*spot, asked) for asked in apart for spot in asked.spots):
@@ -197,10 +197,10 @@ class Fill:
         """Accept a composed tensor, whole, to be copied at the end.
 
         Raises:
-            StructureMismatchError: its integers mean something else than those of the tensor to fill.
+            StructureMismatchError: its scale, zero point or dtype differs from that of the tensor to fill.
         """
         if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
-            # torch's copy would change it in this tensor object, but not in others over the same memory.
+            # torch's copy would change them in this tensor object, but not in others over the same memory.
             raise StructureMismatchError(
                 f"load: {asked.key!r} is quantised with another scale, zero point or dtype in the checkpoint than in "
                 "the state: give a tensor with the same, or load it with fastckpt.load"
@@ -230,18 +230,18 @@ class Fill:
         _tensors.changed([asked.given for asked in self._asked if isinstance(asked.given, _tensors.Tensor)])
         for asked in shared:
             if not _is_as_filled(asked):
-                # Restoring its values overwrites those of the other tensor.
+                # This tensor gets its values again, which overwrites those of the other tensor.
                 for part, filled in zip(_parts_of(asked.target), asked.filled, strict=False):
                     _copy(part, filled, asked.key)
                 other = next((one for one in asked.others if not _is_as_filled(one)), asked.others[-1])
                 raise StructureMismatchError(
                     f"load: {asked.key!r} and {other.key!r} share memory in the state, and differ in the checkpoint: "
-                    "give tensors that do not, or leave one of the keys out. The state has been changed"
+                    "give tensors with separate memory, or leave one of the keys out. The state has been changed"
                 )
 
 
 def _unrepeated(target: Any, base: Sequence[int]) -> Any:
-    """A tensor without the elements that it repeats and an expanded tensor of this base also repeats."""
+    """A tensor without the elements that both it and an expanded tensor of this base repeat."""
     for dimension, (size, step) in enumerate(zip(base, target.stride(), strict=True)):
         if size == 1 and not step:
             target = target.narrow(dimension, 0, 1)
@@ -254,7 +254,7 @@ def _share(one: Asked, other: Asked) -> None:
 
 
 def _parts_of(target: Any) -> list[Any]:
-    """The plain tensors whose memory has the elements of a tensor, as far as torch reports them; the elements first."""
+    """The plain tensors that hold the contents of a tensor, as far as torch reports them; its elements come first."""
     if not isinstance(target, _tensors.Tensor) or target.is_meta or target.is_nested:
         return []
     target = target.detach()
@@ -341,9 +341,9 @@ def _quantizer_of(tensor: Any) -> Any:
 
 
 def _check_itself(layout: Any, key: str) -> None:
-    """Refuse a tensor that is not empty if elements share memory: looks for two that differ first in some dimension.
+    """Refuse a non-empty tensor whose elements share memory: look for two whose indices first differ in a dimension.
 
-    torch refuses only expanded ones.
+    torch itself refuses only expanded tensors.
     """
     if _memory.is_nested(layout):
         return

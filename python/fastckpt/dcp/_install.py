@@ -1,7 +1,7 @@
-"""fastckpt's writer and reader in place of torch's, for programs that name torch's.
+"""Puts fastckpt's writer and reader in the place of torch's, for programs that name torch's classes.
 
-torch's classes stay unchanged, by whatever name they were imported; but a call of one makes another object. Derived
-classes are not affected.
+torch's classes stay the same objects, by whatever name they were imported; but a call of one makes another object.
+Derived classes are not affected.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class InstalledReader(Reader):
         return super().read_metadata(*args)
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's interface
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         if self._torchs is not None:
             self._torchs.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         else:
             super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         return super().prepare_global_plan(plans) if self._torchs is None else self._torchs.prepare_global_plan(plans)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Passed on to torch's reader where that reads."""
+        """Call torch's reader if torch wrote the checkpoint."""
         if self._torchs is not None:
             return self._torchs.read_data(plan, planner)
         return super().read_data(plan, planner)
@@ -80,7 +80,7 @@ def install(**options: Any) -> Installation:
     It is for accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From
     now on a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
     whatever name they were imported. torch still reads directories that it wrote. Classes derived from torch's, and
-    writers with extensions or of another serialization format, stay unchanged.
+    writers with extensions or of another serialization format, stay as they are.
 
     The arguments of torch's writer about how its files are written have no effect; ``overwrite`` has.
 
@@ -112,7 +112,7 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
-    # Their classes raise their own errors.
+    # Both classes raise errors for wrong options.
     Writer(None, **options)
     Reader(None, **_for_readers(options))
     _prepare()
@@ -149,9 +149,9 @@ def _answer(torchs: Any, make: Any) -> None:
 
 
 def _make_writers_here(executor: Any) -> None:
-    """Make the writer of an asynchronous save with only a path when the save begins, not where it is needed.
+    """For an asynchronous save with only a path, make the writer when the save begins, not where it is used.
 
-    It is needed in another process, where nothing is installed, or in a thread, after the installation may have ended.
+    It is used in another process, where nothing is installed, or in a thread, when the installation may have ended.
     """
 
     def execute_save(options: dict[str, Any], torchs: Any, *args: Any, **kwargs: Any) -> Any:

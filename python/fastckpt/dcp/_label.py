@@ -1,6 +1,6 @@
 """The label of a save or load of several ranks: the coordinator draws it, and each rank gets it with its plan.
 
-Ranks cannot count these calls: if the planner of a rank raises, it never reaches the storage, and no other rank knows.
+Ranks cannot count these calls: if a rank's planner raises, it never reaches the storage, and no other rank notices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _here = threading.local()
 class Label(str):
     """A label in the ``storage_data`` of a plan.
 
-    The thread that unpickles it records it: a planner that keeps plans for later saves drops the new label, and returns
-    a plan with the label of an earlier save.
+    The thread that unpickles a label records it, because a planner that keeps plans for later saves drops the new label
+    and returns a plan with the label of an earlier save.
     """
 
     __slots__ = ()
@@ -33,7 +33,7 @@ def _received(text: str) -> Label:
 
 
 def forget() -> None:
-    """Begin a save or a load in this thread."""
+    """Forget the label of an earlier call, because a save or a load begins in this thread."""
     _here.label = None
 
 

@@ -1,6 +1,6 @@
 """Writes torch's ``.metadata``, by which other tools recognise a checkpoint directory.
 
-It describes the checkpoint without leading to its bytes. torch's own reader looks for the bytes in a file that does not
+It describes the checkpoint but does not lead to its bytes. torch's own reader looks for them in a file that does not
 exist, whose name shows which reader to use: it raises an error, and never returns values. The file is a pickle of
 torch's own classes, which fastckpt never reads.
 """

@@ -1,4 +1,4 @@
-"""The reader for torch.distributed.checkpoint: checkpoints of fastckpt into any state, by boxes."""
+"""The reader for torch.distributed.checkpoint, which reads checkpoints of fastckpt into any state by boxes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Reader(_torch.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """Begin the load on this rank. The opened checkpoint is kept."""
+        """Begin the load on this rank; the checkpoint stays open."""
         forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
@@ -156,7 +156,7 @@ class Reader(_torch.StorageReader):
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
-            RuntimeWarning: with ``Registry(undeclared="plain")``, unknown types, once for all of them.
+            RuntimeWarning: with ``Registry(undeclared="plain")``, types are unknown: one warning for all of them.
         """
         opened, path = self._opened, self._path
         if opened is None or path is None:
@@ -251,7 +251,7 @@ class _Opened:
         self.reader = _core.Reader(path, keep=True)
         self.stored = self.reader.tensors()
         self.tokens: list[Token] = parse(self.reader.structure())
-        # Types are looked up only in the loaded part.
+        # Types are resolved later, only in the part that is loaded.
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")
@@ -280,7 +280,7 @@ class _Opened:
         sizes = entry.token[2 if tag in {"compressed", "quantized"} else 1]
         parts = [token for token in self.tokens[entry.start : entry.end] if is_tensor(token)]
         if parts[-1][0] != "tensor":
-            return _torch.BytesStorageMetadata()  # an expanded array
+            return _torch.BytesStorageMetadata()  # an expanded array is a value
         dtype = _tensors.DTYPES[entry.token[1]] if tag == "quantized" else self.targets.tensor_dtype(parts[-1][1])
         return whole_tensor(dtype, sizes, requires_grad=False)
 
@@ -294,7 +294,7 @@ class _Opened:
 
 
 def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
-    """The box of its tensor that an item requests."""
+    """The box that an item requests of its tensor."""
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [base + offset for base, offset in zip(origin, item.storage_offsets, strict=True)]
     return [(start, start + length) for start, length in zip(starts, item.lengths, strict=True)]

@@ -1,6 +1,6 @@
 """A load of several ranks: each byte is read from the storage once, by one rank, which sends it to the others.
 
-If all ranks are on one host, the page cache does that.
+If all ranks are on one host, they read through the page cache instead, which has the same effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_together(
 
     Args:
         here: the process group.
-        operation: the operation, in its body.
+        operation: the common operation of the ranks, which has been entered.
         path: the checkpoint's directory.
         timeout: the most seconds of silence of a rank.
         asked: computes the reads of this rank.
@@ -99,7 +99,7 @@ def gathered(lists: list[list[Any]]) -> list[Any]:
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:
-    """Combine up to two hosts, whether all may read cached pages, whether any verifies, two manifests, gloo groups."""
+    """Combine: up to two hosts, whether all may read cached pages, whether any verifies, two manifests, gloo groups."""
     hosts, may, checks, manifests, offers = zip(*arrivals, strict=True)
     two = [sorted(set(chain.from_iterable(each)))[:2] for each in (hosts, manifests)]
     return [two[0], all(may), any(checks), two[1], Link.combine(offers)]

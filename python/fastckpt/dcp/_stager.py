@@ -49,14 +49,14 @@ class Stager:
         return made
 
     def synchronize_staging(self) -> None:
-        """Do nothing: the copy is done."""
+        """Do nothing: the copy was complete when :meth:`stage` returned."""
 
     def close(self) -> None:
         """Do nothing: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
 
 
 class _Lease:
-    """Memory that is given back when the last tensor in it is gone."""
+    """Memory that is returned for reuse when the last tensor in it is gone."""
 
     __slots__ = ("give", "memory")
 
@@ -74,7 +74,7 @@ class _Lease:
 
 
 class _Copier:
-    """One copy."""
+    """Makes one copy of a state."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -104,7 +104,7 @@ class _Copier:
                 todo.extend(one)
 
     def prepare(self) -> None:
-        """Take the memory."""
+        """Take memory for the measured bytes."""
         if not self.nbytes:
             return
         self.lease = _Lease(host_memory.take(self.nbytes))
@@ -182,7 +182,7 @@ class _Copier:
 
 
 def _locals(value: Any) -> list[Any]:
-    """The tensors in this process's memory of which a tensor consists."""
+    """The tensors in this process's memory that make up a tensor."""
     if isinstance(value, _torch.DTensor):
         return [value._local_tensor]  # noqa: SLF001
     if isinstance(value, _torch.ShardedTensor):
@@ -204,7 +204,7 @@ def _identity(value: Any) -> Any:
 
 
 def _base(value: Any) -> Any:
-    """The tensor of which an expanded one is the expansion; any other itself."""
+    """The tensor that an expanded one repeats; any other tensor itself."""
     steps = zip(value.shape, value.stride(), strict=True)
     return value[tuple(slice(0, 1 if size > 1 and not step else None) for size, step in steps)]
 

@@ -1,7 +1,7 @@
 """Rebuilds the nested structure of a save from the flat entries of a planner.
 
 Ranks describe it with lists as mappings of positions, so that the structures of several ranks can be merged key by key.
-A value of one rank is represented by a word, or a tuple of the tensors in it; the coordinator inserts the value.
+A placeholder or a tuple of its tensors represents a value of one rank; the coordinator inserts the value itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def insert(root: dict[Any, Any], path: Path, leaf: Any, key: str) -> None:
     """Insert an entry at its keys.
 
     Raises:
-        ValueError: it conflicts with another entry.
+        ValueError: the entry conflicts with another one.
     """
     node: Any = root
     for step in path[:-1]:
@@ -61,7 +61,7 @@ def _two_kinds(key: str) -> str:
 
 
 class _Positions(dict[int, Any]):
-    """A list, by positions: some may be missing."""
+    """A list as a mapping of positions, of which some may be missing."""
 
 
 def finish(
@@ -123,7 +123,7 @@ class _Entries:
 
 
 def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
-    """The tensor of an entry, if it is one."""
+    """The description of an entry's tensor; None if the entry is not a tensor."""
     head = tokens[0]
     if type(head) is not list or head[0] != "tensor":
         return None
@@ -153,12 +153,12 @@ def _restore_numbers(root: dict[Any, Any]) -> None:
             items = [(ids.get(key, key), value) for key, value in state.items()]
             state.clear()
             state.update(items)
-            # The order of an optimizer.
+            # An optimizer's state comes before its groups.
             node["param_groups"] = node.pop("param_groups")
 
 
 def _integers(tokens: Any) -> list[int] | None:
-    """The members of an entry, if it is a list of integers."""
+    """The members of an entry that is a list of integers; None for any other entry."""
     if type(tokens) is not list or type(tokens[0]) is not list or tokens[0][0] != "list":
         return None
     return tokens[1:] if all(type(token) is int for token in tokens[1:]) else None

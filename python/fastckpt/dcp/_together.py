@@ -35,7 +35,7 @@ class Together(ProcessGroup):
 
     Args:
         session: the process group.
-        operation: the common operation of its ranks, in its body.
+        operation: the common operation of its ranks, which has been entered.
         ranks: the ranks, and how they save together.
         brought: the contribution of this rank.
     """
@@ -92,7 +92,7 @@ class Together(ProcessGroup):
         return with_warnings(super().write(*args), self._warnings)
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
-        """A cut is one spread for each mesh that has boxes of it."""
+        """The tensors and spreads of a job, in which a cut becomes one spread for each mesh that has boxes of it."""
         spreads: list[_core.Spread] = []
         numbers = []
         for spread in job.spreads:
@@ -107,5 +107,5 @@ class Together(ProcessGroup):
         return tensors, spreads
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """The options without the step, because metadata of other ranks do not count."""
+        """The options without the step, because the metadata of ranks other than the coordinator do not count."""
         return [super()._terms(request)[0], []]

@@ -47,7 +47,7 @@ _SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has this value."""
+    """Return a completed future that has this value."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
@@ -100,7 +100,7 @@ def is_cut(value: Any) -> bool:
 
 
 def async_executors() -> list[Any]:
-    """Runs the saves of ``dcp.async_save``, since torch 2.7.
+    """Return the classes that run the saves of ``dcp.async_save``, since torch 2.7.
 
     Raises:
         RuntimeError: this torch runs them in another way.

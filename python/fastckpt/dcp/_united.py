@@ -1,8 +1,8 @@
 """Values of several ranks: the lowest rank's is saved, and every difference is reported.
 
 Different tensors and arrays in values are an error, as for other tensors, unless ``on_difference`` makes it a warning.
-Different numbers, strings and bytes are a warning: torch's DCP saves one rank's, and programs rely on that for times,
-counts and pickles, whose bytes vary with the identity of objects.
+Different numbers, strings and bytes are a warning: torch's DCP saves those of one rank, and programs rely on that for
+times, counts and pickles, whose bytes vary with the identity of objects.
 
 A value is sent as its key, its rank, and the data to compare: its tokens, its tensors (:meth:`._values.Given.about`),
 and digests of its long bytes and tensors, if any; empty if the rank compares nothing. With the values, differences from
@@ -37,7 +37,7 @@ def united(values: Iterable[list[Any]], said: Iterable[list[Any]]) -> tuple[list
         found[key] = first
         if first[2] != other[2]:
             noted += [[key, what, other[1]] for what in _differing(first[2], other[2])]
-    # A rank that differs from another differing rank is above it, and does not count.
+    # If a rank was compared with a rank that differs itself, it is the higher of the two, and does not count.
     least: dict[tuple[str, int], int] = {}
     for key, what, rank in chain(*said, noted):
         least[key, what] = min(rank, least.get((key, what), rank))
@@ -58,7 +58,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
     """The warnings in the reports about different values.
 
     Raises:
-        ValueError: ranks have different tensors in a value, and that is an error.
+        ValueError: ranks have different tensors in a value, and ``ranks`` makes this an error.
     """
     if ranks.replicas == "first":
         return []

@@ -1,7 +1,7 @@
 """Converts the items of a planner of torch.distributed.checkpoint to stored values, never to pickles.
 
-The default planner pickles values before a writer sees them. If the default planner does so, the values themselves are
-requested; items of other planners are read back as ``torch.load(weights_only=True)`` reads them.
+The default planner pickles values before a writer sees them, so the values themselves are requested from it. Items of
+other planners are read back as ``torch.load(weights_only=True)`` reads them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Value(NamedTuple):
         return [key, rank, [self.tokens, abouts, *digests]]
 
     def _digests(self, abouts: list[list[Any]]) -> tuple[str, str]:
-        """Digests of long bytes; of tensors and arrays, and their descriptions."""
+        """Two digests: of long bytes, and of tensors and arrays with their descriptions."""
         strings = {token[1] for token in json.loads(self.tokens) if _is_bytes(token)}
         sources = Sources("dcp.save", {n: one.mover for n, one in enumerate(self.tensors) if one.mover is not None})
         plain, tensors = hashlib.sha256(), hashlib.sha256()
@@ -98,7 +98,7 @@ class Value(NamedTuple):
                 data = np.empty(one.nbytes, np.uint8)
                 sources.fill([(number, 0, _memory.address_of(data), one.nbytes)])
             into = plain if number in strings else tensors
-            # The lengths delimit the bytes.
+            # The lengths are hashed, too, so that they delimit the bytes.
             into.update(json.dumps(one.shape if into is plain else abouts[number]).encode())
             into.update(data.data)
         return plain.hexdigest(), tensors.hexdigest()
@@ -129,7 +129,7 @@ class _NoSpreads(Spreads):
     """No tensor in a value is spread over ranks."""
 
     def describe_of(self, _: type) -> Describe | None:
-        """None, for any type."""
+        """Return None for any type."""
         return None
 
 
@@ -139,7 +139,7 @@ def stored_value(key: str, value: Any, types: Types, ranks: Sequence[int], rank:
     Raises:
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
     """
-    # As in the rest of the state: tokens that do not depend on the rank.
+    # As in the rest of the state, tokens must not depend on the rank.
     spreads = _NoSpreads(ranks, rank, device_numbers=len(ranks) == 1)
     flat = flatten({key: value}, operation="dcp.save", types=types, spreads=spreads)
     warn_of_types("dcp.save", flat)
@@ -169,7 +169,7 @@ def box_of(key: str, item: _torch.WriteItem, value: Any) -> tuple[Cut, Memory]:
     """A box of a tensor.
 
     Raises:
-        UnsupportedTypeError: it cannot be stored.
+        UnsupportedTypeError: the box cannot be stored.
         ValueError: the tensor has other sizes than the item's box.
     """
     about = item.tensor_data

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Now(threading.local):
-    """The save of a thread: while one runs behind ``async_save``, the next one begins in another thread."""
+    """The save of the current thread: while one runs for ``async_save``, the next one begins in another thread."""
 
     path: str | None = None
     coordinates = True
@@ -56,11 +56,11 @@ class Writer(_torch.StorageWriter):
     fails on any rank leaves the old checkpoint unchanged. The writer is also an ``AsyncStager``
     (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
 
-    Beside the manifest it writes a ``.metadata`` for other tools: it has keys, sizes and dtypes for torch. torch's own
-    reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`. fastckpt never reads
-    the file.
+    Beside the manifest it writes a file ``.metadata``, with keys, sizes and dtypes in torch's form, for other tools.
+    torch's own reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`. fastckpt
+    never reads this file.
 
-    torch's changes to a state before a writer sees it remain: keys are strings, empty mappings are left out, mappings
+    What torch changes before a writer sees the state remains: keys are strings, empty mappings are left out, mappings
     are plain dicts, and a value that is not a tensor is that of the lowest rank that has it, even if torch's plan
     assigns it to another rank. The numbers of parameters in a plain ``optimizer.state_dict()`` return as numbers; if
     they refer to different parameters on different ranks, the save is refused: pass the result of
@@ -155,7 +155,7 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs search the message for torch's words.
+                # Programs search this message for torch's words.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"
@@ -225,7 +225,7 @@ class Writer(_torch.StorageWriter):
             return write(request, group, progress)
 
     def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface
-        """Called on the coordinator when all ranks have written: the checkpoint exists.
+        """Finish on the coordinator, after all ranks have written: the checkpoint exists.
 
         Raises:
             CheckpointError: no checkpoint was written by this writer.
@@ -244,7 +244,7 @@ class Writer(_torch.StorageWriter):
             return False
         return True
 
-    # An AsyncStager, too: dcp.async_save calls a writer that is one.
+    # The writer is also an AsyncStager: dcp.async_save then uses the writer to stage.
 
     _synchronize_after_execute = False
 
@@ -260,10 +260,10 @@ class Writer(_torch.StorageWriter):
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Do nothing: the copy is done."""
+        """Do nothing: the copy was complete when :meth:`stage` returned."""
 
     def close(self) -> None:
-        """Free the memory of :meth:`stage`, once nothing uses it."""
+        """Close the stager; memory that it has kept is freed by :func:`fastckpt.background.release_buffers`."""
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -272,7 +272,7 @@ class Writer(_torch.StorageWriter):
         # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
         ranks = replace(self._ranks, process_group=None)
-        # Messages of that process would not be seen here.
+        # A call of ``on_report`` in that process would have no effect in this one.
         settings = replace(self._settings, io=replace(self._settings.io, on_report=None))
         return {
             **kept,

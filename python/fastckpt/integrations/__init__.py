@@ -1,9 +1,9 @@
-"""Integrations: frameworks that save through fastckpt after one line. Each module is for the framework in its name.
+"""Integrations: frameworks that save through fastckpt after one line. Each module serves the framework in its name.
 
     fastckpt.integrations.transformers.install()
 
-An integration replaces how a framework writes and reads its checkpoints, not when it saves and what it keeps. Each is
-imported when it is first used.
+An integration replaces how a framework writes and reads its checkpoints, not when it saves or what it keeps. Each
+module is imported when it is first used.
 """
 
 from __future__ import annotations

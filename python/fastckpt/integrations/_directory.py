@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 LOG = logging.getLogger("fastckpt")
-#: The key of metadata under which the digests of files beside the weights are.
+#: The key in the metadata for the digests of the files beside the weights.
 _DIGESTS = "digests"
 #: Saves in the background, by their owner; and the work that follows once they are durable.
 _saves: WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = WeakKeyDictionary()
@@ -50,7 +50,7 @@ def digests(files: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_sound(path: str) -> bool:
-    """Whether a checkpoint of fastckpt is undamaged, and so are the files beside the weights that have digests."""
+    """Whether a checkpoint of fastckpt is undamaged, including the files beside the weights that have digests."""
     try:
         with fastckpt.open(path) as checkpoint:
             known = (checkpoint.metadata or {}).get(_DIGESTS, {})
@@ -61,7 +61,7 @@ def is_sound(path: str) -> bool:
 
 
 def clear(path: str) -> None:
-    """Remove a directory with an incomplete checkpoint, to which a save would be refused; and :func:`sweep`."""
+    """Move an incomplete checkpoint aside, which a save would refuse to replace, and :func:`sweep`."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
     if any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
         try:
@@ -88,7 +88,7 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
 
 
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:
-    """Remove the oldest of these checkpoints, given oldest first, until ``limit`` are left, but no protected one."""
+    """Remove the oldest of these ``paths``, given oldest first, until ``limit`` are left, but no protected one."""
     others = [path for path in paths if path not in protected]
     beyond = 0 if limit is None or limit <= 0 else max(0, len({*paths}) - limit)
     for path in others[:beyond]:
@@ -98,7 +98,7 @@ def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) ->
 def remove(path: str) -> None:
     """Remove a directory of any program with all its contents; what cannot be removed stays.
 
-    It loses its name at once, so that a kill leaves nothing that looks like a newer checkpoint.
+    The directory loses its name first, so that a kill leaves nothing that looks like a newer checkpoint.
     """
     try:
         fastckpt.remove(path, force=True)

@@ -26,9 +26,9 @@ _crews: WeakKeyDictionary[Any, Crew] = WeakKeyDictionary()
 def crew_of(accelerator: Any) -> Crew:
     """The processes of an ``Accelerator``; all of them must make the first call together."""
     if accelerator not in _crews:
-        # Working directories may differ by process.
+        # The root directory, because processes may have different working directories.
         crew = _crews[accelerator] = Crew(None, os.sep)
-        crew.begin({})  # a process that has not met the others would not wait for the coordinator's answer
+        crew.begin({})  # the processes meet: otherwise one would not wait for the coordinator's answer
     return _crews[accelerator]
 
 
@@ -41,7 +41,7 @@ def first_that_loads(
 ) -> _R:
     """The result of ``load`` for the first candidate that is not damaged; all ranks call it together.
 
-    It raises the error for the last one, or an error other than damage; RanksError if other ranks failed.
+    It raises the error of the last candidate, or any error other than damage; RanksError if other ranks failed.
     """
     for candidate in candidates:
         found = attempt(crew, f"{operation}: {path_of(candidate)}", partial(load, candidate))
@@ -60,7 +60,7 @@ def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
 
 
 def engine_of(accelerator: Any) -> str | None:
-    """The engine that spreads models of an ``Accelerator`` in its own way, and must save them itself; or None."""
+    """The engine of an ``Accelerator`` that spreads models in its own way, and so must save them itself; or None."""
     kind = accelerator.distributed_type.name
     engines = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron", "XLA": "XLA"}
     return "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else engines.get(kind)
@@ -69,12 +69,12 @@ def engine_of(accelerator: Any) -> str | None:
 def begin_save(owner: Any, state: Any, path: Any, then: Callable[[], None], *, own: dict[str, Any], **how: Any) -> None:
     """Begin a save of all processes in the background, with the random states and the ``own`` state of each."""
     per_rank = {"random": fastckpt.randomness(), **own}
-    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ; training uses rank 0's
+    ranks = distributed.Ranks(on_difference="warn")  # with DDP, buffers differ, and training uses those of rank 0
     begin(owner, distributed.save_async(state, path, ranks=ranks, per_rank=per_rank, **how), then)
 
 
 def own_state(path: str) -> Any:
-    """This process's ``own`` state, with random states restored; None and a warning if more or fewer saved."""
+    """Restore random states, and return the ``own`` state; None, with a warning, if the number of processes differs."""
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:
@@ -85,7 +85,7 @@ def own_state(path: str) -> Any:
 
 
 def own_dtypes(states: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """For ``dtype`` of a load into these states: their tensors of floating-point numbers keep their dtypes."""
+    """The ``dtype=`` with which floating-point tensors of these states keep their dtypes when a load fills them."""
     named = ((f"{key}.{name}", one) for key, state in states.items() for name, one in state.items())
     dtypes = {name: one.dtype for name, one in named if getattr(one, "is_floating_point", bool)()}
     return lambda tensor: dtypes.get(tensor.name)

@@ -44,7 +44,7 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
         background: whether ``save_state`` returns once the state is copied (:func:`fastckpt.save_async`), or when the
-            checkpoint is durable. The next ``save_state``, ``load_state`` and ``end_training`` wait for it.
+            checkpoint is durable. The next ``save_state``, ``load_state`` or ``end_training`` waits for the save.
 
     Returns:
         A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
@@ -98,17 +98,17 @@ def _stateful(accelerator: Any) -> list[Any]:
 
 
 def _counts(state: Any) -> Any:
-    return state.get("_snapshot", {}).get("_main_snapshot", state)  # of a stateful loader with workers, or without
+    return state.get("_snapshot", {}).get("_main_snapshot", state)  # with workers, a stateful loader nests its counts
 
 
 def _has_place(loader: Any) -> bool:
-    """Whether each process counts batches of one size: the main process may read for all."""
+    """Whether each process counts its own batches, of a fixed size; otherwise the main process may read for all."""
     is_counted = isinstance(getattr(loader.batch_sampler, "batch_size", None), int)
     return is_counted and not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "split_batches")
 
 
 def _rows(loader: Any) -> int:
-    """The rows of its epoch that a stateful loader has yielded to all processes; 0 at its end, too."""
+    """The rows of the current epoch that a stateful loader has yielded to all processes; 0 also at the epoch's end."""
     state = loader.state_dict()
     if state["_iterator_finished"] or not _has_place(loader):
         return 0
@@ -117,7 +117,7 @@ def _rows(loader: Any) -> int:
 
 
 def _place(loader: Any, rows: int) -> dict[str, Any]:
-    """The state of a stateful loader after a number of rows of an epoch. It yields the rows of a cut batch again."""
+    """The state of a stateful loader after some rows of an epoch. The loader yields the rows of a cut batch again."""
     state = {**loader.state_dict(), "_steps_since_snapshot": 0}
     if _has_place(loader):
         _counts(state)["_sampler_iter_yielded"] = rows // loader.total_batch_size
@@ -130,7 +130,7 @@ def _own_part(accelerator: Any) -> dict[str, Any]:
     def is_own(key: str, value: Any) -> bool:
         if accelerator.is_main_process or key.startswith(("model", "optimizer")):
             return True
-        # Its tensors are parts of tensors that are spread over processes.
+        # The value is spread if its tensors are parts of tensors that are spread over processes.
         return any(hasattr(one, "device_mesh") for one in _pytree.tree_leaves(value.state_dict()))
 
     return {key: value for key, value in _state(accelerator, accelerator._models).items() if is_own(key, value)}
@@ -145,7 +145,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
     automatic, limit = naming.automatic_checkpoint_naming, naming.total_limit
     name = f"{_NAME}{accelerator.save_iteration}"
     path = Path(accelerator.project_dir, _FOLDER, name) if automatic else Path(output_dir).expanduser()
-    # The save runs in the background, and a program may end without asking for its result.
+    # Checked now, because the save runs in the background, and a program may end without waiting for its result.
     crew_of(accelerator).first("save_state", partial(_check_target, path, automatic=automatic))
 
     older = newest_first(path.parent, _NAME, "*")[::-1] if first and automatic else []
@@ -168,7 +168,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
 def _check_target(path: Path, *, automatic: bool) -> None:
     """Refuse a directory that is in use."""
     if automatic and path.exists() and (is_sound(str(path)) or not is_ours(path)):
-        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
+        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to an unused number")
     _core.check_target(str(path.absolute()), True)
 
 
@@ -214,7 +214,7 @@ def _about(path: str) -> tuple[int, int | None, list[int]] | None:
 
 def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: Any, *, strict: bool, io: Any) -> None:
     if (engine := _left_to_accelerate(accelerator, loads=True)) is not None:
-        raise RuntimeError(f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate loads itself")
+        raise RuntimeError(f"load_state: {path} is a checkpoint of fastckpt; with {engine}, accelerate cannot load it")
     if step is None:
         raise RuntimeError(f"load_state: {path} was not saved by save_state: use fastckpt.load")
     if registered != len(accelerator._custom_objects):
@@ -224,9 +224,9 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
         )
     models = [*accelerator._models]
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook(models, path)  # it removes the models that it loads itself
+        hook(models, path)  # a hook removes the models that it loads itself
     state = _state(accelerator, models)
-    # Like torch's own loads of a model.
+    # Models keep their dtypes, as in torch's own loads.
     dtype = own_dtypes({key: one.state_dict() for key, one in state.items() if key.startswith("model")})
     distributed.load(path, into=state, keys=[*state], strict=strict, dtype=dtype, io=io)
     accelerator.step = step
@@ -237,6 +237,6 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
         if any(one.step_with_optimizer and not one.split_batches for one in accelerator._schedulers):
             LOG.warning("fastckpt: schedules count rows, as accelerate does: see docs/guides/accelerate.md")
     for loader, state in zip(_stateful(accelerator), places, strict=False):
-        # A loader that has ended begins with one random number, as if it had not been loaded.
+        # A loader at the end of its epoch draws one random number when it starts again, as a new loader does.
         loader.load_state_dict({} if state["_iterator_finished"] else state)
-        loader.dl_state_dict = state  # for a save before its next batch
+        loader.dl_state_dict = state  # needed for a save before the next batch

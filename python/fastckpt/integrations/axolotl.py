@@ -34,5 +34,5 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """
         install()
         if cfg.auto_resume_from_checkpoints and cfg.resume_from_checkpoint is None:
-            # False, unlike None, keeps Axolotl from searching itself.
+            # Unlike None, False keeps Axolotl from searching for a checkpoint itself.
             cfg.resume_from_checkpoint = newest_of(trainer) or False

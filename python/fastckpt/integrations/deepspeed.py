@@ -47,8 +47,8 @@ def install(*, io: Any = "auto") -> Installation:
     """Make ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines use fastckpt.
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and their
-    optimizer states. Any number of processes can resume from it, with ZeRO 1, 2 or 3. ``latest`` is written once it is
-    durable. Each process gets its own ``client_state`` back; if it saved none, that of the first process.
+    optimizer states. Any number of processes can resume from it, with ZeRO 1, 2 or 3. ``latest`` is written once the
+    checkpoint is durable. Each process gets its own ``client_state`` back, or that of process 0 if it saved none.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
@@ -70,14 +70,14 @@ def install(*, io: Any = "auto") -> Installation:
 
 
 def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
-    """Refuse an engine with a state that this module does not support, and a function that would load it."""
+    """Refuse an engine with a state that this module does not support, and a custom function for loading."""
     optimizer, model = engine.optimizer, engine.module
     own = [*model.parameters(), *model.buffers()]
     # Parameters that ZeRO 3 has partitioned are empty: they have no memory.
     known = {*map(id, own), *((one.data_ptr(), one.shape) for one in own if not hasattr(one, "ds_id"))}
     found = {name: one for name, one in model.state_dict(keep_vars=True).items() if not name.endswith("_extra_state")}
     places = {name: {id(one), (one.data_ptr(), one.shape)} for name, one in found.items() if torch.is_tensor(one)}
-    # Filling these would have no effect.
+    # Filling these tensors would not change the model.
     strangers = ", ".join(name for name in found if known.isdisjoint(places.get(name, ())))
     reasons = {
         "optimizers other than those of ZeRO 1, 2 and 3": type(optimizer) not in _PLACES,
@@ -97,19 +97,19 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
         f"state_dict() with tensors beside the model's parameters and buffers, such as a copy ({strangers})": strangers,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: end install(), and DeepSpeed may")
+        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: use DeepSpeed without install()")
 
 
 @contextmanager
 def _at_rest(engine: Any) -> Iterator[None]:
-    """A context in which ZeRO 3 has only partitions. After an error, as ranks may be gone, the next forward gathers."""
+    """A context in which ZeRO 3 has only partitions. After an error, ranks may be gone: the next forward gathers."""
     getattr(engine.optimizer, "checkpoint_event_prologue", int)()
     yield
     getattr(engine.optimizer, "checkpoint_event_epilogue", int)()
 
 
 def _own(param: Any) -> tuple[int, int, Any]:
-    """The elements of a parameter that ZeRO 3 has here, without padding: the first, their number, and the shape."""
+    """The elements of a parameter that ZeRO 3 has on this rank, without padding: first, number, parameter's shape."""
     size = param.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank() * size, param.ds_numel)
     return start, min(size, param.ds_numel - start), param.ds_shape
@@ -120,9 +120,9 @@ def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
 
 
 def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
-    """For each parameter of the optimizer, in the order of its groups, the part of this process, perhaps empty.
+    """This process's part, perhaps empty, of each parameter of the optimizer, in the order of its groups.
 
-    Name, group number, weights, the optimizer's flat tensor, and a function that makes the part in a tensor like it.
+    Yields name, group number, weights, the optimizer's flat tensor, and a function that makes the part of one like it.
     """
     optimizer = engine.optimizer
     groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])
@@ -135,7 +135,7 @@ def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], A
                 yield name, group, param.ds_tensor[: _own(param)[1]], flat, partial(_part, at, *_own(param))
                 at += param.ds_tensor.ds_numel
             else:
-                found = param._hp_mapping  # None: all of it is on other ranks
+                found = param._hp_mapping  # None if other ranks have all of the parameter
                 start, size = (found.lp_fragment_address.start, found.lp_fragment_address.numel) if found else (0, 0)
                 at = found.hp_fragment_address.start if found else 0
                 weight = param.detach().view(-1)[start : start + size]
@@ -147,7 +147,7 @@ def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[s
     found = engine.module.state_dict(keep_vars=True)
     has = {*found, *map(id, found.values())}
     found |= {name: one for one, name in engine.param_names.items() if one.requires_grad and not has & {name, id(one)}}
-    # One for each, so that tied weights are recognised.
+    # Each parameter has one part, so that tied weights are recognised.
     parts = {id(one): _part(0, *_own(one), one.ds_tensor) for one in found.values() if hasattr(one, "ds_id")}
     return {
         name: parts.get(id(one), one.detach() if isinstance(one, torch.Tensor) else one)
@@ -157,7 +157,7 @@ def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[s
 
 
 def _others(engine: Any) -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """Further saved state, by name, with the function that restores it. Another kind of scaler has another name."""
+    """Further state to save, by name, with the function that restores it. Each kind of scaler has its own name."""
     scaler, found = getattr(engine.optimizer, "loss_scaler", None), dict[str, Any]()
     for name, owner, members in (("engine", engine, _COUNTERS), (type(scaler).__name__, scaler, _SCALE)):
         if owner is not None:
@@ -189,7 +189,7 @@ def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [{"params": [], "options": {**one, "params": 0}} for one in optimizer.param_groups]
     for name, number, weight, flat, part in _pieces(engine):
         held = optimizer.optimizer.state.get(flat, {})
-        # Weights that the optimizer updates in place have no second copy.
+        # If the optimizer updates the weights in place, there is no second copy.
         flats = {_MASTER: flat} if flat.dtype != weight.dtype else {}
         found = {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
         flats |= {key: value for key, value in found.items() if (value.shape, value.dtype) == (flat.shape, flat.dtype)}
@@ -250,7 +250,7 @@ def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
     given, io = _given(theirs, engine, *args, **more), options["io"]
     on_all("load_checkpoint", path, partial(_check, "load_checkpoint", engine, given["custom_load_fn"]), crew)
     alone, strict = given["load_module_only"], given["load_module_strict"]
-    # Reads of one process come before the engine changes.
+    # What each process reads alone comes before the engine changes.
     about = distributed.load(path, keys=_ABOUT, io=io)[_ABOUT]
     saved, client_state = on_all("load_checkpoint", path, partial(_client_state, path, crew), crew)
     with _at_rest(engine):
@@ -274,11 +274,11 @@ def _client_state(path: str, crew: Any) -> tuple[int, Any]:
 
 
 def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool, whole: bool, io: Any) -> None:
-    """Fill the weights; the weights of the optimizer; and if ``whole`` its states and options."""
+    """Fill the weights and the optimizer's copy of them; if ``whole``, also the optimizer's states and options."""
     optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
-        raise ValueError(f"load_checkpoint: {path} has other parameter groups: create the same, or load_module_only")
+        raise ValueError(f"load_checkpoint: {path} has other parameter groups: use the same, or load_module_only=True")
     into, states = defaultdict[str, dict[str, Any]](dict), dict[Any, dict[str, Any]]()
     for name, _, _, flat, part in own:
         _, group = saved.get(name, (0, {"tensors": (), "rest": {}}))

@@ -48,13 +48,13 @@ class _Files(LocalFileSystem):  # type: ignore[misc]
 class FileSystem(_Files):
     """The local files, written by :func:`fastckpt.open_write` and read by :func:`fastckpt.open_read`.
 
-    fsspec closes a file after an error, too. A file that is closed during the handling of an exception that began after
-    its opening does not get its path; nor does a file of a transaction before the transaction is complete.
+    fsspec also closes a file after an error. So a file does not get its path if it is closed while an exception is
+    handled that came after it was opened. A file of a transaction gets its path when the transaction is complete.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
         verify: whether a whole file is verified when it is opened. ``cat_file`` of a range verifies nothing.
-        options: of ``LocalFileSystem``.
+        options: arguments of ``LocalFileSystem``.
 
     Raises:
         TypeError: ``io`` has another type.
@@ -72,7 +72,7 @@ class FileSystem(_Files):
 
 
 class _File(_io.BufferedIOBase):
-    """Closes the file within, or discards it."""
+    """Commits or discards the file that it wraps when it is closed."""
 
     def __init__(self, file: Any, *, commits: bool) -> None:
         self._commits, self._handled = commits, sys.exc_info()[1]

@@ -29,7 +29,7 @@ from ._directory import LOG, is_ours, remove
 __all__ = ["CheckpointIO", "RandomStates", "install"]
 
 _installed = Installed()
-#: Keys of checkpoints: Lightning's, and fastckpt's.
+#: Keys in checkpoints: Lightning's for the model, and fastckpt's for random states.
 _MODEL, _RANDOM = "state_dict", "fastckpt.random"
 
 
@@ -60,7 +60,7 @@ def _load(options: Any, theirs: Any, path: Any, *how: Any, **more: Any) -> Any:
     if not is_ours(path):
         return theirs(path, *how, **more)
     where = how[0] if how else more.get("map_location")
-    # On the host, if functions or dicts choose the devices of tensors.
+    # If a function or a dict chooses the devices of tensors, they are loaded to the host.
     device = str(where) if isinstance(where, (str, torch.device)) else None
     # The save has warned of classes that become plain values.
     return fastckpt.load(path, device=device, registry=fastckpt.Registry(undeclared="plain"), io=options["io"])
@@ -82,16 +82,16 @@ def _save_checkpoint(_: Any, theirs: Any, checkpoints: Any, trainer: Any, filepa
 
 
 def _file_exists(_: Any, theirs: Any, checkpoints: Any, filepath: str, trainer: Any) -> bool:
-    """A checkpoint in flight exists, and a checkpoint to be removed does not."""
+    """Report that a checkpoint in flight exists, and that one to be removed does not."""
     plugin, target = _plugin_of(trainer), None if is_url(filepath) else path_of("file_exists", filepath)
     known = {} if plugin is None else {path: save is not None for save, path in [*plugin._queue]}
-    if target in known:  # only on the first process
+    if target in known:  # true only on the first process
         return bool(trainer.strategy.reduce_boolean_decision(known[target], all=False))
     return bool(theirs(checkpoints, filepath, trainer))
 
 
 def _save_by_strategy(_: Any, theirs: Any, strategy: Any, checkpoint: Any, filepath: Any, *how: Any, **kw: Any) -> None:
-    """Strategies that read only torch's files write torch's files."""
+    """Write torch's files for strategies that read only these."""
     if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and isinstance(strategy.checkpoint_io, CheckpointIO):
         if strategy.is_global_zero:
             TorchCheckpointIO.save_checkpoint(strategy.checkpoint_io, checkpoint, filepath, *how, **kw)
@@ -105,7 +105,7 @@ class CheckpointIO(TorchCheckpointIO):
     ``ModelCheckpoint`` saves in the background while training continues: training stops until the state is copied to
     the host, which needs no device memory. All other saves are complete when the call returns. Lightning removes a
     checkpoint only after all earlier saves are durable. Files of torch, URLs, and saves of the strategies FSDP and
-    ModelParallel (use :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap it in Lightning's
+    ModelParallel (use :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap the plugin in Lightning's
     ``AsyncCheckpointIO``.
 
     Args:
@@ -124,9 +124,9 @@ class CheckpointIO(TorchCheckpointIO):
 
     def __init__(self, *, io: Any = "auto", background: bool = True) -> None:
         how = check_io("CheckpointIO", io)
-        # With save_last, one step has two saves.
+        # Two, because with save_last one step has two saves.
         self._io, self._background = how if how is io else replace(how, max_in_flight=2), background
-        #: Whether saves are in the background now.
+        #: Whether a save that begins now is made in the background.
         self._behind = False
         #: Saves with their paths; and paths to remove once the saves before them are durable.
         self._queue: list[tuple[Any, str]] = []
@@ -145,7 +145,7 @@ class CheckpointIO(TorchCheckpointIO):
         Args:
             checkpoint: the state.
             path: its directory. A file of torch or a link at the path is replaced when the checkpoint is durable.
-            storage_options: None.
+            storage_options: not supported, must be None.
 
         Raises:
             OSError: the storage failed, at an earlier save, too.
@@ -169,7 +169,7 @@ class CheckpointIO(TorchCheckpointIO):
             save.add_done_callback(self._tidy)
             return
         self.teardown()
-        # Under a name that Lightning also accepts as the last one, until the other one is gone.
+        # Until the old file is gone, the new checkpoint has a name that Lightning also accepts as the last one.
         new = target.with_suffix(f".new{target.suffix}") if in_the_way else target
         fastckpt.save(checkpoint, new, **how)
         if in_the_way:
@@ -177,20 +177,20 @@ class CheckpointIO(TorchCheckpointIO):
             new.rename(target)
 
     def load_checkpoint(self, path: Any, *how: Any, **more: Any) -> dict[str, Any]:
-        """Load a checkpoint, after all saves.
+        """Load a checkpoint, after all saves have ended.
 
         Args:
             path: its directory, or a file of torch.
-            how: as for Lightning's own plugin. If fastckpt wrote it, tensors are on the device that ``map_location`` is
-                or names, or on the host, and no code is executed.
-            more: the same by name.
+            how: as for Lightning's own plugin. If fastckpt wrote the checkpoint, tensors go to the device that
+                ``map_location`` names, or else to the host, and no code is executed.
+            more: the same arguments by name.
 
         Returns:
             The state.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
-            FileNotFoundError: it does not exist.
+            CorruptCheckpointError: the checkpoint is damaged.
+            FileNotFoundError: the checkpoint does not exist.
             OSError: the storage failed, at an earlier save, too.
         """
         self.teardown()
@@ -220,17 +220,17 @@ class CheckpointIO(TorchCheckpointIO):
         self._settle(wait=True)
 
     def _settle(self, *, wait: bool = False) -> None:
-        """Raise the error of a save that has ended."""
-        saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends leaves the queue meanwhile
+        """Raise the error of a save that has ended; with ``wait``, wait for all saves."""
+        saves = [save for save, _ in [*self._queue] if save is not None]  # a save that ends meanwhile leaves the queue
         while saves and (wait or saves[0].done()):
             if saves[0].exception() is not None:
-                with self._lock:  # the checkpoint to be removed after it stays: it may be the only one
+                with self._lock:  # the checkpoints to be removed stay: one may be the only good one
                     self._queue = [(save, save.path) for save in saves[1:]]
             saves.pop(0).result()
         self._tidy()
 
     def _tidy(self, _: Any = None) -> None:
-        """Forget durable saves, and remove what follows them in the queue; a save that ends calls it in its thread."""
+        """Forget durable saves, and remove the paths queued after them. The thread of a save that ends calls this."""
         with self._lock:
             while self._queue and ((save := self._queue[0][0]) is None or save.progress().phase == "done"):
                 path = Path(self._queue[0][1])
@@ -244,7 +244,7 @@ class CheckpointIO(TorchCheckpointIO):
 class RandomStates(Callback):
     """A callback of Lightning's ``Trainer`` that saves the random states of each process, which Lightning does not.
 
-    With it and a stateful loader, a run that was killed within an epoch ends as if it had not been interrupted.
+    With this and a stateful loader, a run that was killed within an epoch ends as if it had not been interrupted.
 
     Example:
         >>> from fastckpt.integrations.lightning import RandomStates
@@ -263,11 +263,11 @@ class RandomStates(Callback):
         """
         state = fastckpt.randomness().state_dict()
         name, keys, *rest = state["numpy"]
-        # Without arrays, torch can load it from its own files, too.
+        # As a list and not an array, so that torch can also load the state from its own files.
         states: list[Any] = [{**state, "numpy": (name, keys.tolist(), *rest)}] * trainer.world_size
         if trainer.world_size > 1:
             if trainer.state.status == TrainerStatus.INTERRUPTED:
-                return  # the other processes may not come
+                return  # the other processes may not take part
             torch.distributed.all_gather_object(states, states[0])
         checkpoint[_RANDOM] = states
 
@@ -277,7 +277,7 @@ class RandomStates(Callback):
             return
         states = checkpoint.get(_RANDOM, [])
         if len(states) != trainer.world_size:
-            LOG.warning("fastckpt: random states are not restored: those saved are of %d processes", len(states))
+            LOG.warning("fastckpt: random states are not restored: they were saved by %d processes", len(states))
             return
         self._own = states[trainer.global_rank]
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
@@ -288,13 +288,13 @@ class RandomStates(Callback):
         self._own = None
 
     def on_fit_start(self, *_: Any) -> None:
-        """Restore the state before loaders draw the order of an epoch. Some strategies load later."""
+        """Restore the state before loaders draw the order of an epoch."""
         if self._own is not None:
             fastckpt.randomness().load_state_dict(self._own)
         if self._is_at_end:
             self._own = None
 
     def on_train_start(self, *_: Any) -> None:
-        """Restore the state afterwards, if the epoch has already begun."""
+        """Restore the state again if the epoch has already begun, or now if the strategy has loaded it late."""
         self.on_fit_start()
         self._own = None

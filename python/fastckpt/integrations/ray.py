@@ -10,16 +10,16 @@ import fastckpt
 
 __all__ = ["report"]
 
-#: Checkpoints reported to Ray in this process; and when the process began.
+#: The checkpoints that are known to be reported to Ray; and when this process began.
 _known: set[Path] = set()
 _began = time.time()
 
 
 def report(metrics: dict[str, Any], manager: Any) -> None:
-    """``ray.train.report``, with the newest durable checkpoint of a manager if it has not been reported yet.
+    """Call ``ray.train.report``, with the newest durable checkpoint of a manager if it has not been reported yet.
 
-    It copies nothing and waits for no save. All workers call it, like ``ray.train.report``. A checkpoint counts if this
-    run restored it, or saved it since its start: others may be damaged, or left behind.
+    It copies nothing and waits for no save. All workers call it, like ``ray.train.report``. A checkpoint counts only if
+    this run restored it, or saved it since its start: others may be damaged, or left behind.
 
     Args:
         metrics: as for ``ray.train.report``.
@@ -44,7 +44,7 @@ def report(metrics: dict[str, Any], manager: Any) -> None:
             _known.update(Path(one.checkpoint.path).resolve() for one in known)
         # Ray would remove a checkpoint that is reported twice when the older report expires.
         if path not in _known and (step == manager.remaining(step).start - 1 or _is_new(path)):
-            # Ray compares the text of the path, with the links in the run's own path.
+            # Ray compares paths as text, so symbolic links in the run's own path must stay.
             inside = path.relative_to(Path(storage.experiment_fs_path).resolve())
             checkpoint = train.Checkpoint(f"{storage.experiment_fs_path}/{inside}", storage.storage_filesystem)
             _known.add(path)

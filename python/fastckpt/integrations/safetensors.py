@@ -71,7 +71,7 @@ def _safe_open(options: Any, _: Any, *given: Any, **more: Any) -> Any:
 
 def _serialize_file(options: Any, theirs: Any, tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
     specs = isinstance(tensor_dict, dict) and all(isinstance(one, TensorSpec) for one in tensor_dict.values())
-    # safetensors itself reports the error, and replaces a link by a file: the link's target may belong to others.
+    # Otherwise safetensors raises the error, or replaces a link by a file: the link's target may belong to others.
     if specs and not os.path.islink(filename):  # noqa: PTH114 - safetensors has other words for what is no path
         _write(tensor_dict, filename, metadata, options["io"])
     else:
@@ -81,7 +81,7 @@ def _serialize_file(options: Any, theirs: Any, tensor_dict: Any, filename: Any, 
 def _write(specs: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None, io: Any) -> None:
     empty = TensorSpec(dtype="uint8", shape=[0], data_ptr=1, data_len=0)
     _package.serialize(dict.fromkeys(specs, empty), metadata)  # refuses values that are not strings
-    # Tensors of wide elements come first, so that each is aligned.
+    # Tensors with wider elements come first, so that each tensor is aligned.
     order = sorted(specs.items(), key=lambda item: (-BITS.get(item[1].dtype, 0), item[0]))
     for name, spec in order:
         if name == RESERVED_NAME or prod(spec.shape) * BITS.get(spec.dtype, 0) != 8 * spec.data_len:
@@ -136,7 +136,7 @@ class _File(AbstractContextManager["_File"]):
         self._reader, self._numbers = _checksums_of(self._path)
         self._sound: set[int | None] = {None}
         self._theirs: Any = _open(filename, framework, device, backend=backend)
-        # If another file got the path after the manifest was read, its bytes do not match the manifest.
+        # If another file got the path after the manifest was read, the check finds that its bytes differ.
         self._mappings = self._reader and self._reader.map([*self._numbers.values()])
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ class _File(AbstractContextManager["_File"]):
         return getattr(self._theirs, name)
 
     def __exit__(self, *_: object) -> None:
-        self.__dict__.pop("_theirs", None)  # a loader continues to use it
+        self.__dict__.pop("_theirs", None)  # a loader may still use this object
 
     def get_tensor(self, name: str) -> Any:
         self._check(name)
@@ -179,7 +179,7 @@ class _File(AbstractContextManager["_File"]):
 
     def _check(self, *names: str, threads: int | None = None) -> None:
         """Verify these tensors and the header, as far as there are checksums, unless they were verified before."""
-        least = next(iter(self._numbers.values()), None)  # for tensors without bytes, and those that the manifest lacks
+        least = next(iter(self._numbers.values()), None)  # stands in for tensors without bytes or not in the manifest
         numbers = {self._numbers.get(name, least) for name in names} - self._sound
         if numbers:
             self._reader.check(self._mappings, [*numbers], threads=threads, tick=None)
@@ -187,7 +187,7 @@ class _File(AbstractContextManager["_File"]):
 
 
 def _checksums_of(path: Path | None) -> tuple[Any, dict[str, int]]:
-    """The checkpoint that lists the file at ``path``, and numbers of tensors by their names in it, smallest first."""
+    """The checkpoint that lists the file at ``path``, and its tensors' numbers by their names, the smallest first."""
     for root in filter(is_ours, path.parents[:2] if path else ()):
         reader = open_reader("safe_open", str(root))
         for here, shard in enumerate(reader.shards()):
@@ -222,7 +222,7 @@ class _Loader(AbstractContextManager["_Loader"]):
 
     def take(self, name: str) -> Any:
         if os.getpid() != self._process or (future := self._futures.pop(name, None)) is None:
-            raise SafetensorError(f"prefetch: {name!r} is not in the plan, was taken, or this was closed, or forked")
+            raise SafetensorError(f"prefetch: {name!r} is not in the plan, was taken, or prefetch was closed or forked")
         return future.result()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -259,7 +259,7 @@ def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: st
     Raises:
         CorruptCheckpointError: the manifest of the checkpoint is damaged.
         FileNotFoundError: there is no such file.
-        safetensors.SafetensorError: it is not a file of safetensors, or an argument is wrong.
+        safetensors.SafetensorError: the file is not one of safetensors, or an argument is wrong.
 
     Example:
         >>> import fastckpt, numpy

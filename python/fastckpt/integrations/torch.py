@@ -34,8 +34,8 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
     A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
     the page cache. torch's CRC-32, which is slow and which ``torch.load`` never checks, is left out; fastckpt stores
     its checksum with the file, and ``torch.load`` checks it. torch itself writes to file objects, pipes and devices, to
-    files that have several names, another owner or an ACL, and where no file can be made; it reads files without that
-    checksum.
+    files that have several names, another owner or an ACL, and where no file can be made; and torch itself reads files
+    without this checksum.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
@@ -62,12 +62,12 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
 def _may_replace(f: Any) -> bool:
     """Whether a call names a file that a new one may replace, or a place where a new file may be made.
 
-    torch writes into an existing file. If that has further names or another owner, a new file would not be equivalent.
+    torch writes into an existing file. If that file has more names or another owner, a new one would not be equivalent.
     """
     if not isinstance(f, (str, os.PathLike)) or is_url(os.fspath(f)):
         return False
     path = os.path.realpath(f)
-    if not os.access(Path(path).parent, os.R_OK | os.W_OK | os.X_OK):  # or it is missing
+    if not os.access(Path(path).parent, os.R_OK | os.W_OK | os.X_OK):  # or the directory is missing
         return False
     try:
         about = os.lstat(path)
@@ -100,7 +100,7 @@ def _load(options: dict[str, Any], theirs: Callable[..., Any], f: Any, *args: An
 
 
 class _Unsummed:
-    """A context in which torch computes no CRC-32. All threads share its switch."""
+    """A context in which torch computes no CRC-32. All threads share torch's switch for it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -108,7 +108,7 @@ class _Unsummed:
         self._before = True
 
     def forget(self) -> None:
-        """Start over, with torch's switch as it was."""
+        """Restore torch's switch, and forget all threads in the context."""
         if self._inside:
             torch.serialization.set_crc32_options(self._before)
         self._lock, self._inside = Lock(), 0
@@ -128,6 +128,6 @@ class _Unsummed:
 
 
 unsummed = _Unsummed()
-# A child has none of the threads in the context.
+# A forked child has none of the threads that were in the context.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unsummed.forget)

@@ -27,7 +27,7 @@ __all__ = ["StorageConfig"]
 
 @dataclass
 class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
-    """Local files by :func:`fastckpt.open_write`, and directories and renames that are durable.
+    """Configures local storage: files by :func:`fastckpt.open_write`, and durable directories and renames.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. Unless it has ``verify=False``, a file is
@@ -49,7 +49,7 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
         self.io = check_io("StorageConfig", self.io)
 
     def create_storage(self) -> Any:
-        """The storage; torch_checkpointing calls this, even in the process that writes in the background."""
+        """Make the storage; torch_checkpointing also calls this in the process that writes in the background."""
         return _Storage(self)
 
 

@@ -1,4 +1,4 @@
-"""torchtitan saves and resumes through fastckpt, and decides itself when it saves (docs/guides/torchtitan.md).
+"""torchtitan saves and resumes through fastckpt, but still decides when to save (docs/guides/torchtitan.md).
 
 A run has ``checkpoint=FastckptManager.Config(enable=True, interval=500)`` in its configuration.
 """
@@ -37,12 +37,12 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     Its ``Config`` has the fields of torchtitan's own manager, with the same meaning. ``async_mode`` differs, and
     ``hugging_face`` is new:
 
-    - ``async_mode``: ``"async"``, the default, continues once the state is copied; ``"async_with_pinned_mem"`` at once,
-      and the next optimizer step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
+    - ``async_mode``: training continues once the state is copied (``"async"``, the default); at once, but the next
+      optimizer step waits for the copy (``"async_with_pinned_mem"``); or once all is durable (``"disabled"``).
     - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, if
       torchtitan's adapter for the model keeps all of them; otherwise there is a warning.
 
-    A run resumes from the newest checkpoint that verifies and is not a model only. ``initial_load_path`` may be a
+    A run resumes from the newest checkpoint that verifies and has more than a model. ``initial_load_path`` may be a
     checkpoint of this manager, of torch.distributed.checkpoint, or of Hugging Face.
 
     Args:
@@ -59,16 +59,16 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's fields, and ``hugging_face``."""
+        """The fields of torchtitan's own manager, and ``hugging_face``."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """Whether training goes on while a checkpoint is written."""
+        """Whether training continues while a checkpoint is written."""
 
         hugging_face: bool = True
-        """Whether tensors of the model have Hugging Face's names and layout, where an adapter keeps all of them."""
+        """Whether tensors of the model have Hugging Face's names and layout, if an adapter keeps all of them."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        # Without the parts for torchtitan's asynchronous modes and removals.
+        # The base class is set up without its parts for asynchronous modes and removals.
         super().__init__(replace(cast("Any", config), async_mode="disabled", keep_latest_k=0), **parts)
         if not self.enable:
             return
@@ -92,7 +92,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """Do nothing: a finalizer must not wait for other ranks."""
 
     def _close(self) -> None:
-        # torchtitan also closes it in an exception handler: then the other ranks may not come.
+        # torchtitan also closes the manager in an exception handler, where the other ranks may not come.
         self._manager.__exit__(*sys.exc_info())
 
     # Saving.
@@ -106,7 +106,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         state = self._state([MODEL] if model_only else self._parts(), hugging_face=hugging_face, exports=model_only)
         if DATALOADER in state:
             state[DATALOADER] = {key: state[DATALOADER][key] for key in self._loader_keys if key in state[DATALOADER]}
-        if self._ranks.leads:  # torchtitan's own manager may have been killed in a save
+        if self._ranks.leads:  # a save of torchtitan's own manager may have been killed
             clear(self._manager.path(curr_step))
         self.save_future: Any = self._manager.save(
             curr_step,
@@ -130,7 +130,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _loader_keys(self) -> list[str]:
         """The keys of the loader's state that this rank saves.
 
-        Pipeline stages have the key of one loader, but each its own value, which has a random number of the process.
+        Pipeline stages share the key of one loader, but each has its own value, with a random number of its process.
         """
         told = self._ranks.each(sorted(self.states[DATALOADER].state_dict()))
         return [key for key in told[self._ranks.rank] if not any(key in keys for keys in told[: self._ranks.rank])]
@@ -160,7 +160,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002 - torchtitan's interface
-        return -1  # none: `_candidates` has found all checkpoints
+        return -1  # no step, because `_candidates` has found all checkpoints
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
         """Load the initial checkpoint of a run, torchtitan's or this manager's; torchtitan calls it.
@@ -169,7 +169,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         Face's; from_quantized: whether these are quantised.
 
         Raises:
-            CheckpointError: it is damaged, or lacks a tensor.
+            CheckpointError: the checkpoint is damaged, or lacks a tensor.
         """
         is_theirs, find = from_hf or is_url(checkpoint_id), partial(_mark_of, checkpoint_id)
         if is_theirs or (mark := self._ranks.first("load: mark", find)) is None:
@@ -181,7 +181,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def _candidates(self, step: int) -> list[int]:
         """The steps that may be loaded, the best first.
 
-        This manager's checkpoints of the branch that saved last; torchtitan's own; and a seed if there is no other.
+        This manager's checkpoints on the branch that saved last; torchtitan's own; and a seed if there is no other.
         """
         if step != -1:
             return [step]
@@ -193,7 +193,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         found = whole + theirs
         if not found and marks.keys() - {0}:
             raise ValueError(
-                f"load: {manager.path(max(marks))} is the end of a run, and has the model alone: give it as "
+                f"load: {manager.path(max(marks))} is the end of a run, and holds only the model: give it as "
                 "initial_load_path of a run with another folder"
             )
         seed = [0] if 0 in marks and not theirs else []
@@ -218,7 +218,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return not isinstance(tried, Lost)
 
     def _try_adapter(self) -> None:
-        """Convert there and back: some adapters support only part of the names, or not each sharding."""
+        """Convert the model there and back, because some adapters support only some names or shardings."""
         state = self.states[MODEL].state_dict()
         back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
         if lost := sorted(state.keys() - back.keys()):
@@ -256,7 +256,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
 
 def _mark_of(path: str) -> Mapping[str, bool] | None:
-    """The mark of this manager in a checkpoint; None if it did not write it, or if the mark is unreadable."""
+    """The mark of this manager in a checkpoint; None if another program wrote it, or if the mark is unreadable."""
     try:
         with fastckpt.open(path) as checkpoint:
             mark = (checkpoint.metadata or {}).get(_MARK)

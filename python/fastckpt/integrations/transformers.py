@@ -1,10 +1,10 @@
-"""transformers' Trainer saves and resumes through fastckpt, and decides itself when it saves and what it keeps.
+"""transformers' Trainer saves and resumes through fastckpt, but still decides when to save and what to keep.
 
     fastckpt.integrations.transformers.install()
     trainer.train(resume_from_checkpoint=True)
 
-Each ``checkpoint-N`` is one checkpoint, and a model for ``from_pretrained`` (docs/guides/trainer.md). Functions that
-replace a method of the Trainer have its name, and get the options of ``install``, that method, and the Trainer.
+Each ``checkpoint-N`` is one checkpoint, and a model for ``from_pretrained`` (docs/guides/trainer.md). A function that
+replaces a method of the Trainer has its name, and gets the options of ``install``, that method, and the Trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ._processes import begin_save, crew_of, engine_of, own_state
 __all__ = ["install"]
 
 _installed = Installed()
-#: Sums of the Trainer for the next line of its log and for its result, which it does not save; and TRL's.
+#: Sums for the next line of the Trainer's log and for its result, which it does not save itself; and those of TRL.
 _COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 _COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
 _HARMLESS = (_trainer.__name__, "axolotl.core.trainers.base")  # after their saves, they do nothing with a checkpoint
@@ -49,8 +49,8 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
-        background: whether training continues once the state is copied (:func:`fastckpt.save_async`), or waits until
-            it is durable, as it always does for its readers: ``push_to_hub``, and callbacks with an ``on_save``.
+        background: whether training continues once the state is copied (:func:`fastckpt.save_async`), or only when the
+            checkpoint is durable, as it always does with readers: ``push_to_hub``, and callbacks with an ``on_save``.
 
     Returns:
         A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.
@@ -70,12 +70,12 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 class _Run:
     """One call of ``train``."""
 
-    resumed: Any = None  # the checkpoint of fastckpt from which it resumes
-    ended = False  # whether that was the end of its training
-    restored = False  # whether random states and sums of losses were taken from it
-    files: dict[str, bytes] | None = None  # those beside the weights, the same in each of its checkpoints
+    resumed: Any = None  # the checkpoint of fastckpt from which this call resumes
+    ended = False  # whether that checkpoint was the end of its training
+    restored = False  # whether random states and sums of losses were restored from it
+    files: dict[str, bytes] | None = None  # the files beside the weights, the same in each checkpoint
     logged = saved = -1  # the steps that were logged and saved last
-    stopped = False  # whether SIGTERM has ended it
+    stopped = False  # whether SIGTERM has ended this call
 
 
 def _run_of(trainer: Any) -> _Run:
@@ -114,7 +114,7 @@ def _training_of(trainer: Any) -> dict[str, Any]:
 
 def _files(trainer: Any) -> dict[str, bytes]:
     """Configuration, tokenizer and all other files beside the weights."""
-    names = trainer.model.state_dict() if hasattr(trainer.model, "peft_config") else ()  # for which PEFT looks
+    names = trainer.model.state_dict() if hasattr(trainer.model, "peft_config") else ()  # PEFT looks for these names
     with tempfile.TemporaryDirectory() as there:
         trainer._save(there, state_dict={name: sys.modules["torch"].empty(1) for name in names})  # all but the weights
         found = [one for one in Path(there).iterdir() if ".safetensors" not in one.name]
@@ -176,7 +176,7 @@ def _saves_last(trainers: type) -> bool:
 
 
 def _maybe_log_save_evaluate(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> None:
-    """At the end of an epoch it is called twice, for the last step and for the epoch: one save serves both."""
+    """Save once at the end of an epoch, where the Trainer calls this twice: for the last step and for the epoch."""
     run, state, control = _run_of(trainer), trainer.state, trainer.control
     again, run.logged = run.logged == state.global_step, state.global_step
     control.should_training_stop |= run.stopped
@@ -197,14 +197,14 @@ def _execute_jit_checkpoint(_: Any, __: Any, manager: Any) -> None:
 
 def _finalize_training(_: Any, theirs: Any, trainer: Any, trial: Any, *args: Any) -> Any:
     run, given, state = _run_of(trainer), trainer.args, trainer.state
-    if run.stopped and run.saved != state.global_step:  # it was not the best one
+    if run.stopped and run.saved != state.global_step:  # SIGTERM came at a step that was not saved as the best
         trainer._save_checkpoint(trainer.model, trial)
         trainer.control = trainer.callback_handler.on_save(given, state, trainer.control)
     finish(trainer)
-    if run.resumed is not None and not run.restored:  # it had no step to take
+    if run.resumed is not None and not run.restored:  # no step was left to train
         trainer._load_rng_state(run.resumed)
     if run.restored:
-        # The Trainer adds the rest to the loss of all steps, and divides it by the number of steps since the restart.
+        # The Trainer adds the rest to the loss of all steps, but divides by the number of steps since the restart.
         steps, rest = state.global_step, trainer._tr_loss.item()
         share = max(steps - trainer._initial_global_step, 0.001) / max(steps, 0.001)
         trainer._total_loss_scalar = (trainer._total_loss_scalar + rest) * share - rest
@@ -223,11 +223,11 @@ def newest_of(trainer: Any) -> str | None:
 def _train(_: Any, theirs: Any, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
     finish(trainer)
     run = trainer._fastckpt_run = _Run()
-    vars(trainer).pop("_load_rng_state", None)  # of the last call
+    vars(trainer).pop("_load_rng_state", None)  # set by an earlier call
     path, folder = Path(str(resume_from_checkpoint)), Path(trainer.args.output_dir)
     is_last = path.parent == folder and path.match(f"{_utils.PREFIX_CHECKPOINT_DIR}-*") and path.is_dir()
-    if torn := is_last and not (path / _trainer.TRAINER_STATE_NAME).exists():  # by a save that was killed
-        LOG.warning("fastckpt: %s is not whole, and the newest checkpoint that is undamaged is taken", path)
+    if torn := is_last and not (path / _trainer.TRAINER_STATE_NAME).exists():  # a save was killed
+        LOG.warning("fastckpt: %s is not whole, so the newest undamaged checkpoint is used instead", path)
     if torn or (str(path).lower() == "true" and not path.exists()):  # a command line can only pass strings
         resume_from_checkpoint = newest_of(trainer)
     if not is_ours(resume_from_checkpoint):
@@ -247,7 +247,7 @@ def _run_epoch(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> No
 
 
 def _load_callback_state(_: Any, theirs: Any, trainer: Any) -> None:
-    theirs(trainer)  # which does it on request, and makes new callbacks
+    theirs(trainer)  # it restores only on request, and makes new callbacks
     for name, saved in trainer.state.stateful_callbacks.items() if _run_of(trainer).resumed else ():
         ours = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == name]
         for callback, state in zip(ours, saved if isinstance(saved, list) else [saved], strict=False):
@@ -278,7 +278,7 @@ def _load_optimizer_and_scheduler(_: Any, theirs: Any, trainer: Any, path: str |
 
 
 def _restore_counted(trainer: Any, path: str) -> None:
-    """Restore random states, and the sums of the Trainer."""
+    """Restore the random states and the sums of the Trainer."""
     own = own_state(path) or distributed.load_per_rank(path, rank=0)
     for name, value in own["counted"].items():
         setattr(trainer, name, value.to(trainer.args.device) if hasattr(value, "to") else value)
@@ -296,5 +296,5 @@ _OURS: list[tuple[Any, str, Any]] = [
     (_trainer.Trainer, "train", _train),
     *((_trainer.Trainer, ours.__name__, ours) for ours in (*_SAVING, *_RESUMING)),
     (CheckpointManager, "execute_jit_checkpoint", _execute_jit_checkpoint),
-    (_trainer, "sort_checkpoints", lambda *_, **__: []),  # which the Trainer would remove file by file at its end
+    (_trainer, "sort_checkpoints", lambda *_, **__: []),  # else the Trainer removes them file by file at its end
 ]

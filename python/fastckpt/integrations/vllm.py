@@ -1,4 +1,4 @@
-"""vLLM serves the model of a checkpoint, and every byte of it is verified (docs/guides/vllm.md).
+"""vLLM serves the model in a checkpoint, every byte of which is verified (docs/guides/vllm.md).
 
 vllm serve runs/gpt/step-00001000 --load-format fastckpt
 """

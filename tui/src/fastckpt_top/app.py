@@ -1,4 +1,4 @@
-"""The Textual application: keys, timer, signals. `views` paints the screen."""
+"""The Textual application: keys, timer and signals; `views` paints the screen."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.1
 """Seconds between two reads of the clock."""
 IDLE_S: Final = 1.0
-"""Without a running operation one look a second is enough."""
+"""Seconds between two looks without a running operation."""
 NOTICE_S: Final = 4.0
-"""How long a message stays, seconds."""
+"""Seconds for which a message stays."""
 
 
 def _hung_up() -> bool:
@@ -59,8 +59,8 @@ class TopApp(App[None]):
         session: The session to show.
         ui: The first choice of view, sorting and so on.
         glyphs: Characters.
-        theme: Name of a Textual theme; empty for one that suits the terminal.
-        duration: Quit after this many seconds; None never.
+        theme: The name of a Textual theme; empty for one that suits the terminal.
+        duration: The seconds after which to quit; None for never.
         remembered: The file for the user's choices; None to forget them.
         notice: The first message.
         clock: Monotonic clock, seconds.
@@ -170,7 +170,7 @@ class TopApp(App[None]):
     # --- the user's actions ----------------------------------------------------------------------------------------
 
     async def on_event(self, event: events.Event) -> None:
-        """While the help is shown, keys that do not scroll it close it, and do nothing else."""
+        """Handle keys while the help is shown: those that do not scroll it close it, and do nothing else."""
         if isinstance(event, events.Key) and self.ui.help and event.key not in ("ctrl+c", "ctrl+q", "ctrl+z"):
             if event.key in SCROLLING:
                 self.action_move(SCROLLING[event.key])
@@ -181,7 +181,7 @@ class TopApp(App[None]):
         await super().on_event(event)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """During text input, keys are letters; only quitting by control key still works."""
+        """Whether an action is possible: during text input keys are letters, and only clearing and quitting remain."""
         del parameters
         return not self.prompt.asking or action in ("clear", "quit")
 
@@ -215,7 +215,7 @@ class TopApp(App[None]):
             self.action_move(way * ALL)
 
     def action_sort(self) -> None:
-        """Sort the other way: the slowest first, or by rank."""
+        """Change the order: the slowest first, or by rank."""
         self.ui.sort = next(order for order in SORTS if order != self.ui.sort)
         self._remember("sort", self.ui.sort)
         self._say(SORTS[self.ui.sort])
@@ -252,7 +252,7 @@ class TopApp(App[None]):
         self._say(f"job {text.clean(chosen.name or str(chosen.pid))}")
 
     def action_zoom(self) -> None:
-        """Let the graph show more time, or start again with the least."""
+        """Let the graph show more time, or the least again after the most."""
         now = self.ui.zoom_s if self.ui.zoom_s in ZOOMS else ZOOMS[0]
         self.ui.zoom_s = ZOOMS[(ZOOMS.index(now) + 1) % len(ZOOMS)]
         self._remember("zoom", self.ui.zoom_s)
@@ -266,7 +266,7 @@ class TopApp(App[None]):
         self._say(f"theme {self.theme}{', without its colours: NO_COLOR' if self.no_color else ''}")
 
     def action_tier(self) -> None:
-        """Judge by the next tier."""
+        """Judge by the next target."""
         model = self.session.model
         target = targets.following(model.node.target, self._asked_target)
         model.set_target(target)
@@ -283,7 +283,7 @@ class TopApp(App[None]):
         self.canvas.repaint()
 
     def action_next_view(self, by: int = 1) -> None:
-        """Go through the views."""
+        """Change to the next or the previous view."""
         self.action_view(VIEWS[(VIEWS.index(self.ui.view) + by) % len(VIEWS)])
 
     def action_replay(self, what: str, by: float) -> None:
@@ -355,7 +355,7 @@ class TopApp(App[None]):
         return self._frozen or self.session.model
 
     def _remember(self, key: str, value: object) -> None:
-        """Save a choice for the next start; if that fails, report it once and save none."""
+        """Save a choice for the next start; after a failure, report it once and save no more."""
         if self._remembered is None:
             return
         problem = config.remember(self._remembered, key, value)

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _stop(*_: object) -> None:
-    """SIGTERM ends line mode and recordings cleanly, so that their files are complete."""
+    """End line mode and recordings cleanly on SIGTERM, so that their files are complete."""
     raise KeyboardInterrupt
 
 
@@ -115,7 +115,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _two_looks(session: Session, interval: float) -> None:
-    """Rates, and the waits of ranks, need two samples; a recording is read completely."""
+    """Look twice, because rates and the waits of ranks need two samples; a recording is read completely."""
     if isinstance(session, Replay):
         session.end()
         return

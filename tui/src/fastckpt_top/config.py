@@ -1,6 +1,6 @@
-"""Settings that the screen keeps from one run to the next: a small JSON file in the user's configuration directory.
+"""Settings that the screen keeps from one start to the next: a small JSON file in the user's configuration directory.
 
-The view is not saved: each start shows the operation, its sentence and the ranks.
+The view is not saved: the screen always starts with the operation, its sentence and the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LARGEST: Final = 1 << 16
-"""Bytes: a larger file is not this program's."""
+"""The most bytes of the file: a larger one is not this program's."""
 _VALID: Final[dict[str, Callable[[Any], bool]]] = {
     "theme": lambda value: isinstance(value, str),
     "sort": lambda value: value in SORTS,
@@ -62,11 +62,11 @@ def remember(file: Path, key: str, value: object) -> str:
 
     Args:
         file: The file.
-        key: One of those that `load` knows.
+        key: A key that `load` accepts.
         value: Its value.
 
     Returns:
-        Why it could not be written; empty if it was.
+        Why the file could not be written; empty if it was written.
     """
     values = load(file)[0] | {key: value}
     try:

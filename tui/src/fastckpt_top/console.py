@@ -38,7 +38,7 @@ def complain(words: str) -> None:
 
 
 def put(words: str) -> None:
-    """Print text with characters that this locale may not have."""
+    """Print text, even with characters that this locale does not have."""
     encoding = sys.stdout.encoding or "ascii"
     sys.stdout.write(words.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
@@ -55,7 +55,7 @@ def replace(path: Path, words: str) -> None:
     """Replace a file atomically, so that no reader finds half of it.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""``fastckpt-top debug``: the shared segments themselves."""
+"""``fastckpt-top debug``: lists, prints and removes the shared segments themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up node: 8 ranks of 4 threads that save and load, one with a fallback, one with a slow thread.
+"""A made-up node: 8 ranks of 4 threads that save and load; one rank has a fallback, one a slow thread.
 
 Each snapshot depends only on the time.
 """
@@ -81,14 +81,14 @@ class DemoSource:
         self._begin = begin
 
     def poll(self) -> Snapshot:
-        """The node now."""
+        """The state of the node now."""
         return self.at(self._mono())
 
     def past(self, seconds: float, interval: float) -> list[Snapshot]:
         """The records that a longer observation would have seen, so that the first screen is not empty.
 
         Args:
-            seconds: Seconds before the present, at most to the beginning of the cycle.
+            seconds: How many seconds before the present the records begin, at most to the beginning of the cycle.
             interval: Seconds between two snapshots.
         """
         now = self._mono()
@@ -96,7 +96,7 @@ class DemoSource:
         return [self.at(now - index * interval) for index in range(count, 0, -1)]
 
     def at(self, mono: float) -> Snapshot:
-        """The node at a moment.
+        """The state of the node at a moment.
 
         Args:
             mono: Monotonic clock, seconds.
@@ -106,7 +106,7 @@ class DemoSource:
         return Snapshot(mono, self._real_zero + t, HOST, procs, (), ("demo",))
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no file is open."""
 
     def _proc(self, rank: int, t: float) -> Proc:
         header = _header(rank)

@@ -1,4 +1,4 @@
-"""The parts of the model: functions of tracks and processes."""
+"""Computes parts of the model from tracks and processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack, ThreadTrack
 
 _RESTING: Final = (ThreadState.IDLE, ThreadState.FSYNC, ThreadState.PEERS)
-"""The activity of a thread without a rate."""
+"""The states in which a thread is not judged by its rate."""
 _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
 
 
 def thread_row(
     index: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float, elapsed: float
 ) -> ThreadRow:
-    """The figures of a thread in an operation of this many seconds; it is behind below a rate of `floor` bytes/s."""
+    """The figures of a thread after `elapsed` seconds of an operation; it is slow below a rate of `floor` bytes/s."""
     last = track.last
     latency, waits = None, {}
     ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
@@ -82,8 +82,8 @@ def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | N
 def held(track: OpTrack, *, silent: bool) -> str:
     """The cause of a rank's wait without progress: `disk`, `memory`, `source`, `fsync`; empty if unknown.
 
-    Its workers show that, not the letter of the process: a worker that waits for its ring sleeps (`S`), and one that
-    waits for a page of its memory is `D`. A process that is `silent` as a whole may be frozen, with its requests.
+    The workers show the cause, not the letter of the process: a worker that waits for its ring sleeps (`S`), and one
+    that waits for a page of its memory is `D`. A process that is `silent` may be frozen, together with its requests.
     """
     stuck, op = track.proc.state == "D", track.op
     doing = {thread.last.state for thread in track.threads.values()}
@@ -98,7 +98,7 @@ def held(track: OpTrack, *, silent: bool) -> str:
 
 
 def progress(track: OpTrack) -> float | None:
-    """0 to 1; at most 0.99 until fsync begins; None while the size is unknown."""
+    """The progress of an operation, 0 to 1: at most 0.99 until fsync begins; None while the size is unknown."""
     op = track.op
     if op.phase in (Phase.FSYNC, Phase.COMMIT, Phase.DONE):
         return 1.0
@@ -129,7 +129,7 @@ def phase(tracks: list[OpTrack]) -> str:
 
 
 def order(proc: Proc) -> tuple[int, int, int]:
-    """Sorts processes by rank, those without a rank last."""
+    """The sort key of processes: by rank, those without a rank last."""
     rank = proc.rank
     return (0 if rank >= 0 else 1, rank, proc.header.pid)
 
@@ -140,7 +140,7 @@ def name(proc: Proc) -> str:
 
 
 def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
-    """The rank, `rank 3`, for which a process waits in the end: the one that it waits for may wait, too; else empty.
+    """The rank, as `rank 3`, at the end of the chain of ranks for which a process waits; empty if it does not wait.
 
     Args:
         proc: The process.

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 BEHIND: Final = 1.25
-"""Late: an ETA above this many times the median. Slow: a rate of a rank or thread below the median divided by it."""
+"""Late is an ETA above the median times this; slow is a rate of a rank or thread below the median divided by this."""
 QUIET_S: Final = 1.0
-"""No ETA and no straggler in this first part of an operation, seconds."""
+"""Seconds at the start of an operation in which there is no ETA and no straggler."""
 _SECONDS_BEHIND: Final = 0.5
-"""A straggler's ETA is later than the median by more than this, seconds."""
+"""Seconds by which the ETA of a straggler must exceed the median."""
 _STICKY: Final = 1.1
 """Another rank replaces a straggler when its ETA is this many times as long."""
 
@@ -31,7 +31,7 @@ def phase_start(track: OpTrack) -> float:
 
 
 def eta(track: OpTrack, look: Look) -> float | None:
-    """Seconds until a rank is durable; None unknown, and while it stalls. Ended and waiting ranks: 0."""
+    """Seconds until a rank is durable; 0 for ended and waiting ranks; None if unknown, and while it stalls."""
     if not track.running or track.proc.waits_for is not None:
         return 0.0
     elapsed = track.elapsed(look.mono)

@@ -60,7 +60,7 @@ class Events:
             self._tell_change(group, look)
 
     def _begin(self, groups: list[Group], look: Look) -> None:
-        """Operations that ended before the first look are history, not news."""
+        """Mark operations that ended before the first look as reported: they are history, not news."""
         self._begun = True
         for group in groups:
             group.told_end = not group.running
@@ -89,7 +89,7 @@ class Events:
             self._add(group, "warn", f"{_names(those)} {'runs' if len(those) == 1 else 'run'} {words}", look.real)
 
     def _tell_stalls(self, group: Group, running: list[OpTrack], look: Look) -> None:
-        """At most two events per operation, however many of its ranks stall, and however often."""
+        """Report at most two events per operation, however many of its ranks stall, and however often."""
         spans = {track: track.stalled(look.tracks[track.proc.key], look.mono) for track in running}
         still = [track for track in running if spans[track] is not None]
         new = [track for track in still if not track.told_stall]
@@ -152,7 +152,7 @@ class Events:
 
 
 def _changed(share: float) -> str:
-    """Percent; only zero is shown as 0."""
+    """A share in percent; only zero is shown as 0."""
     return "nothing" if share == 0 else f"{100 * share:.3g} %"
 
 
@@ -169,7 +169,7 @@ def _names(tracks: list[OpTrack]) -> str:
 
 
 def _obituary(tracks: list[OpTrack]) -> str:
-    """The end of ranks that died, or failed for one reason."""
+    """The text for ranks that died, or that failed for one reason."""
     first = tracks[0]
     name, kind = _names(tracks), KINDS.get(first.op.kind, "operation")
     if not first.died:

@@ -56,14 +56,14 @@ def directories(env: Mapping[str, str], uid: int) -> list[str]:
 
 
 def chosen(directory: str | None, *, all_users: bool) -> list[str] | None:
-    """The directories that ``--dir`` and ``--all-users`` select; None stands for those of all users."""
+    """The directories that ``--dir`` and ``--all-users`` select; None means those of all users."""
     if directory is not None:
         return [directory]
     return None if all_users else directories(os.environ, os.geteuid())
 
 
 def directories_of_all() -> list[str]:
-    """The directories of all users, and of containers whose root this user may read; each once."""
+    """The directories of all users, and of containers whose root this user may read, each listed once."""
     found: dict[tuple[int, int], str] = {}
     patterns = ("dev/shm/fastckpt-*", "proc/[0-9]*/root/dev/shm/fastckpt-*")
     for pattern in patterns:
@@ -136,8 +136,8 @@ class ShmFeed:
         self._devices: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
-        """Look at all segments now. About 0.2 ms per process; no exception, whatever the directories contain."""
-        # Directly one after another: time between them would shift the start of every operation.
+        """Look at all segments now, in about 0.2 ms per process; never raises, whatever the directories contain."""
+        # Both clocks are read at once: time between the two reads would shift the start of every operation.
         mono, real = self._mono(), self._real()
         if self._all and mono - self._searched >= RESCAN_S:
             self._places = directories_of_all()
@@ -218,7 +218,7 @@ class ShmFeed:
             state=file.state,
             user=file.user,
         )
-        if not file.alive:  # nothing in it will change
+        if not file.alive:  # nothing in the segment will change
             file.final = proc
         return proc if not self._ranks or proc.rank in self._ranks else None
 
@@ -246,7 +246,7 @@ class ShmFeed:
         before = file.progress
         working = [thread for _, thread in file.threads.values() if thread.state != segment.ThreadState.IDLE]
         file.progress = {thread.tid: thread.last_progress_mono_ns for thread in working}
-        # A worker may wait for the disk for a moment.
+        # Only workers without progress since the last look count: any worker may wait for the disk for a moment.
         waiting = [tid for tid, progress in file.progress.items() if before.get(tid) == progress]
         file.state = self._kernel.state(file.header, (file.device, file.inode), waiting, mono)
 
@@ -279,12 +279,12 @@ def _header(fd: int) -> tuple[segment.Header, os.stat_result]:
 def _entries(
     kind: type[T], fd: int, table: tuple[int, int, int], old: Entries[T], holds: Callable[[bytes, bytes, T], bool]
 ) -> Entries[T]:
-    """The used entries of a table; an entry that keeps changing is shown as of the previous look.
+    """The used entries of a table; for an entry that keeps changing, the contents at the previous look.
 
     Args:
         kind: The kind of the entries.
         fd: The segment.
-        table: Its offset, stride and number of entries.
+        table: The table's offset, stride and number of entries.
         old: The entries of the look before.
         holds: Whether two successive copies of an entry are consistent.
     """
@@ -311,7 +311,7 @@ def _entries(
 
 
 def _plausible(first: segment.Thread, second: segment.Thread) -> bool:
-    """Whether two copies taken microseconds apart may be consistent: same owner, no counter went back or jumped."""
+    """Whether two copies taken microseconds apart may be consistent: one owner, and no counter went back or jumped."""
     if first.op_id != second.op_id or second.op_id == 0:
         return False
     pairs = (
@@ -372,8 +372,8 @@ def sweep(places: Sequence[str], *, now: float, uid: int, dry_run: bool = False)
     Args:
         places: Directories.
         now: Seconds since the epoch.
-        uid: Whose files.
-        dry_run: Remove nothing.
+        uid: The owner of the files.
+        dry_run: Whether to remove nothing.
 
     Returns:
         The files that were removed, or would be.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastckpt_top.tracks import OpTrack
 
 TOGETHER_S: Final = 5.0
-"""Seconds: a rank that begins this soon after the others have ended still belongs to their operation."""
+"""If a rank begins at most this many seconds after the others have ended, it still belongs to their operation."""
 KEPT: Final = 500
 """The most checkpoints in the history."""
 MOST_RANKS: Final = 1024
@@ -32,7 +32,7 @@ def errno_name(number: int) -> str:
 
 
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
-    """The operations of a process whose records were read, with its current ones.
+    """The operations of a process whose records were read before, and those whose records it has now.
 
     Operations that have left their segment do not come back: old ones are forgotten, so that they do not accumulate.
     """
@@ -46,23 +46,23 @@ class Group:
 
     Attributes:
         team: The common feature of the ranks: their process group, or the job's name.
-        kind: As in the segment.
+        kind: The kind, as a number of the segment.
         label: Base name of the target.
-        step: Training step, -1 unknown.
-        copies: Whether it moves a checkpoint from place to place.
+        step: Training step, -1 if unknown.
+        copies: Whether it moves a checkpoint from one place to another.
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
-        gpus: GPUs while it ran; 0 not yet known.
+        gpus: GPUs while it ran; 0 if not yet known.
         target: Their target in bytes/s while it was seen running; 0 if it was not.
-        ranks: Ranks that these GPUs belong to, also those that had not joined yet.
+        ranks: Ranks that these GPUs belong to, including those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was reported; `told_change` is similar.
+        told_end: Whether its end was reported; `told_change` is the same for its changes.
         was_running: Whether it was ever seen running.
-        job: Key of its job.
-        causes: How often each thing was seen to hold it back.
-        said: The sentence about it, and the facts behind it.
+        job: The key of its job.
+        causes: How often each cause was seen to hold it back.
+        said: The sentence about it, and the facts from which it was made.
         stalls: By process, how often it stood still.
-        folded: The last of the events of which only the last is kept.
+        folded: The last event of each kind of which only the last is kept.
     """
 
     def __init__(self, track: OpTrack) -> None:
@@ -84,34 +84,34 @@ class Group:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """Process and operation of each rank."""
+        """The keys of each rank's part: process and operation."""
         return [track.key for track in self.members.values()]
 
     @property
     def running(self) -> bool:
-        """Whether any rank continues."""
+        """Whether the operation continues on any rank."""
         return any(track.running for track in self.members.values())
 
     @property
     def start(self) -> float:
-        """First rank's start on the reader's clock."""
+        """When the first rank started, on the reader's clock."""
         return min(track.start for track in self.members.values())
 
     @property
     def end(self) -> float:
-        """Last rank's end; meaningless while one runs."""
+        """When the last rank ended, on the reader's clock; meaningless while one runs."""
         return max(track.end if track.end is not None else track.start for track in self.members.values())
 
     @property
     def failed(self) -> bool:
-        """Whether a rank failed or died in it."""
+        """Whether a rank failed or died in the operation."""
         return any(track.failed for track in self.members.values())
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of this machine that have not begun it (docs/telemetry.md 5.1).
+        """The ranks of this machine that have not begun the operation (docs/telemetry.md 5.1).
 
-        A process group of all ranks, or more than half of the ranks here, show that the others will follow.
+        They are expected to follow if the process group has all ranks, or if more than half of those here have begun.
         """
         procs = [track.proc for track in self.members.values()]
         header, process = procs[0].header, procs[0].process
@@ -127,7 +127,7 @@ class Group:
 
         Operations of a new process of the same rank belong to another attempt, and so do those that processes without a
         rank begin after one has failed. The time of a rank's death is only known to be between two looks: an operation
-        that another rank began in that time is still part of it.
+        that another rank began in that time is still part of this one.
         """
         rank = track.proc.rank
         ranks = {member.proc.rank for member in self.members.values()}
@@ -144,7 +144,7 @@ class Past:
     """The history of the node's operations.
 
     Attributes:
-        checkpoints: Those on which no rank is working, newest last.
+        checkpoints: The checkpoints on which no rank is working, the newest last.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Past:
         self._seen: dict[str, frozenset[int]] = {}
 
     def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
-        """Read the new records of these processes, and the ends of the others' parts.
+        """Add the new records of these processes, and the ends of ranks that leave no record.
 
         Args:
             procs: Processes, with their records.
@@ -173,7 +173,7 @@ class Past:
         self.checkpoints = [checkpoint for checkpoint in self._all if not checkpoint.running]
 
     def _settle(self, group: Group, name: Callable[[Proc], str]) -> None:
-        """Settle a group: a dead rank leaves no record, and a working rank has none yet."""
+        """Add to the history what records lack: a dead rank leaves no record, and a working rank has none yet."""
         tracks = list(group.members.values())
         dead = sorted(name(track.proc) for track in tracks if track.died)
         known = (self._of[track.key] for track in tracks if track.key in self._of)

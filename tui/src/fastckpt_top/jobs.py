@@ -36,10 +36,10 @@ class Jobs:
         return self._since.get(key, 0)
 
     def united(self, procs: Iterable[Proc]) -> tuple[Proc, ...]:
-        """The processes, with one launch for those that wrappers, such as a shell per rank, started one by one.
+        """The processes; those that wrappers, such as a shell for each rank, started one by one get a common launch.
 
-        They have the same number of ranks, one name, and overlapping lives. If a rank occurs twice, the assignment is
-        unknown.
+        Such processes have the same number of ranks, one name, and overlapping lives. If a rank occurs twice, they keep
+        their launches.
         """
         procs = tuple(procs)
         count = Counter(proc.header.launch for proc in procs)
@@ -90,7 +90,7 @@ class Jobs:
 
 
 def _at_one_time(procs: list[Proc]) -> list[list[Proc]]:
-    """Processes whose lives overlap, as far as known."""
+    """Lists of processes whose lives overlap, as far as known."""
     parts: list[list[Proc]] = []
     until = float("-inf")
     for proc in sorted(procs, key=lambda proc: proc.header.real0_ns):
@@ -102,7 +102,7 @@ def _at_one_time(procs: list[Proc]) -> list[list[Proc]]:
 
 
 def _marks(proc: Proc) -> set[str]:
-    """The common feature of a process and the others of its job."""
+    """The features of which a process has at least one in common with the others of its job."""
     header = proc.header
     return {proc.team, f"job {header.job} {header.launch}"} if header.launch else {proc.team}
 
@@ -110,7 +110,7 @@ def _marks(proc: Proc) -> set[str]:
 def _new_key(proc: Proc, taken: set[str]) -> str:
     key = first = f"{proc.header.job or 'job'}:{proc.header.pid}"
     number = 1
-    while key in taken:  # pids are only unique within a namespace
+    while key in taken:  # pids are unique only within a namespace
         number += 1
         key = f"{first}.{number}"
     return key
@@ -129,7 +129,7 @@ def safe(past: Past, look: Look) -> dict[str, dict[str, Safe]]:
 
 
 def judged(ops: Iterable[NodeOp]) -> list[NodeOp]:
-    """The operations that judge a job: its running ones, or else the last ended one; the same for its copies."""
+    """The operations by which a job is judged: the running ones, or else the last ended one; likewise for copies."""
     ops = list(ops)
     running = {(op.job_key, op.copies) for op in ops if op.running}
     return [op for op in ops if op.running or (op.job_key, op.copies) not in running]
@@ -140,11 +140,11 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
 
     Args:
         key: Its key.
-        procs: Its processes, one at least.
+        procs: Its processes, at least one.
         look: The present.
         rows: Its rows.
         ops: Its operations: the running ones, oldest first, then the last that ended.
-        since: As from `Jobs.since`.
+        since: The result of `Jobs.since`.
     """
     procs, ops = sorted(procs, key=derive.order), list(ops)
     alive = [proc for proc in procs if proc.alive]

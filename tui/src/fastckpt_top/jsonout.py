@@ -28,7 +28,7 @@ Json = dict[str, Any]
 _FIELDS: Final[dict[type, dict[str, Any]]] = {
     kind: {one.name: one.default for one in fields(kind)} for kind in (Header, Process, Operation, Thread, History)
 }
-"""Name and default, whose type all its values have, of each field."""
+"""For each kind of record, its fields by name, each with a default that has the type of all its values."""
 
 
 def header_line(model: Model) -> Json:
@@ -115,7 +115,7 @@ class JsonWriter:
     """Writes ticks to a stream, a header first.
 
     Args:
-        out: The stream; flushed after each line.
+        out: The stream, which is flushed after each line.
         header: Whether to write the header line.
     """
 
@@ -150,7 +150,7 @@ def proc_values(
     Raises:
         KeyError: An entry is missing.
         TypeError: A value has the wrong type, or an array is too short.
-        ValueError: A number is none.
+        ValueError: A value is not a number.
         OverflowError: A number is infinite.
     """
     key = _text(proc["key"])

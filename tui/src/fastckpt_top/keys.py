@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 PAGE: Final = 10
 ALL: Final = 1_000_000
-"""Lines of a page, and a number above all lines."""
+"""Lines of a page, and a number greater than the lines of any list."""
 SCROLLING: Final = {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -ALL, "end": ALL}
-"""Keys that scroll the help, and by how many lines."""
+"""The keys that scroll the help, and the lines by which they scroll it."""
 
 
 class Key(NamedTuple):
@@ -59,7 +59,7 @@ KEYS: Final = (
     Key("home,g", "edge(-1)"),
     Key("end,G", "edge(1)"),
 )
-"""The most important first."""
+"""The keys, the most important first."""
 REPLAY_KEYS: Final = (
     Key("", "quit", "q", "quit", "Quit"),
     Key("", "pause", "Space", "play, pause", "Play"),

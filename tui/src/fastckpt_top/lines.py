@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastckpt_top.targets import Target
 
 IDLE_EVERY_S: Final = 60.0
-"""Without a running operation one line a minute is enough."""
+"""Seconds between two lines without a running operation."""
 _FIGURES: Final = re.compile(r"\d+(\.\d+)?")
 _MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
 """The mark before a sentence."""
@@ -28,7 +28,7 @@ class LineWriter:
     """Line mode: the output for a terminal, a pipe or a log.
 
     Args:
-        out: Where to; flushed after each line.
+        out: The stream, which is flushed after each line.
         glyphs: Characters.
     """
 
@@ -64,7 +64,7 @@ class LineWriter:
         ]
 
     def _sentence_lines(self, model: Model) -> list[str]:
-        """The sentence of each job, when it has changed. Its figures change all the time."""
+        """The sentence of each job, if it has changed; changed figures alone do not count."""
         lines = []
         before, self._said = self._said, {}
         for job in model.jobs:
@@ -124,7 +124,7 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
 
 
 def _others(model: Model) -> list[str]:
-    """The line about dead processes that are neither shown nor judged, if any."""
+    """The line about dead processes that are neither shown nor judged; nothing if there are none."""
     if not model.others:
         return []
     what = "processes of other launches" if model.others > 1 else "process of another launch"
@@ -185,15 +185,15 @@ def _thread_line(thread: ThreadRow) -> str:
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:
-    """Judge the running operations of each job, or else its last ended one, and its copies in the same way.
+    """Judge the running operations of each job, or else its last ended one; and its copies in the same way.
 
     Args:
         model: The model.
         percent: The percentage of the target that the average must reach.
 
     Returns:
-        Whether all do (None if there is no operation), and a line an operation, then one about the dead that are not
-        judged.
+        Whether all reach it (None if there is no operation), and one line for each operation, then one about dead
+        processes that are not judged.
     """
     ops = judged(model.ops)
     if not ops:

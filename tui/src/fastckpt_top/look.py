@@ -28,7 +28,7 @@ class Look:
         job_of: Process key -> key of its job.
         target: The user's target; None to follow the processes.
         gpus: GPUs that targets are multiplied by; None to count them.
-        devices: As `Snapshot.devices`.
+        devices: `Snapshot.devices`.
     """
 
     mono: float
@@ -45,7 +45,7 @@ class Look:
         return self.gpus if self.gpus is not None else count_ranks(procs)
 
     def per_gpu(self, procs: Iterable[Proc]) -> Target:
-        """The target of these processes: the user's, else the one that they set, even idle ones."""
+        """The target of these processes: the user's, else the one that any of them has set, even an idle one."""
         return self.target or asked(procs)
 
     def target_of(self, group: Group) -> Target:

@@ -1,6 +1,6 @@
-"""Makes rows from snapshots: it remembers processes and operations, and refills the contents of the views.
+"""Makes rows from snapshots: keeps track of processes and operations, and refills the contents of the views.
 
-Pure: no I/O and no clock.
+This module is pure: it does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Model:
         mono: Reader's clock of the last snapshot, seconds.
         real: Its time, seconds since the epoch.
         node: The machine.
-        rows: One a rank and operation, in order of rank.
+        rows: One for each rank and operation, in order of rank.
         jobs: Jobs, those with a running operation first, the oldest of these first.
         job_of: Process key -> key of its job, for every process that the last look found.
-        ops: Running operations of all jobs, the oldest first, copies after the others; then of each job the last that
-            ended, and its last copy, the latest job first.
-        others: Processes that died in jobs that are over, before the last of those that is: one line has them.
+        ops: Running operations of all jobs, the oldest first, copies after the others; then each job's last ended
+            operation and last ended copy, the latest job first.
+        others: The number of processes that died in jobs that are over, except the last such job; one line reports it.
         past: History.
         problems: Files that could not be read, and why.
         places: Directories that were looked at.
@@ -162,7 +162,7 @@ class Model:
 
     @property
     def events(self) -> deque[Event]:
-        """The latest, oldest first."""
+        """The latest events, the oldest first."""
         return self._events.kept
 
     @property
@@ -208,9 +208,9 @@ class Model:
                     track.begin(mono)
                     known.update(proc, op, mono, before)
                     new.append(known)
-                elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
+                elif proc.alive or known.running or known.proc is not proc:  # dead processes do not change
                     known.update(proc, op, mono, before)
-        # By their starts, after it is known which have ended: a monitor that starts late finds many at once.
+        # New operations join by their starts, once it is known which have ended: a monitor that starts late finds many.
         alike: defaultdict[tuple[str, int, str, int], list[Group]] = defaultdict(list)
         for group in self._groups if new else ():
             alike[group.shared].append(group)
@@ -265,7 +265,7 @@ class Model:
     def _push_columns(self) -> None:
         count = self._series.add(self.mono, self.node.save_rate, self.node.load_rate)
         count = min(count, COLUMNS)
-        for track in self._ops.values():  # the ended too, so that all rows show the same time
+        for track in self._ops.values():  # ended ones, too, so that all rows show the same time
             running = track.running
             track.spark.extend([(track.rate() or 0.0) if running else 0.0] * count)
             for thread in track.threads.values():
@@ -328,10 +328,10 @@ class Model:
         return all(self._restarted(track.proc) for track in group.members.values())
 
     def _restarted(self, dead: Proc) -> bool:
-        """Whether a rank's job has been restarted: by its launcher, or after all of it was gone.
+        """Whether a rank's job has been restarted: by its launcher, or after all of its processes were gone.
 
-        Without a rank: whether a process of the same name has begun since it last did something. Such a one may have
-        ended by now, unless this one died.
+        Without a rank: whether a process of the same name has begun since this one last did something. The new process
+        may have ended by now, unless this one died.
         """
         header = dead.header
         same = self._alike[dead.rank, header.uid, header.job]
@@ -405,7 +405,7 @@ class Model:
             if self._shown(proc):
                 procs[look.job_of[proc.key]][proc.key] = proc
         for group in groups:
-            if group.job not in procs:  # it is over, and its processes are gone
+            if group.job not in procs:  # the job is over, and its processes are gone
                 tracks = group.members.values()
                 procs[group.job] = {track.proc.key: replace(track.proc, alive=False) for track in tracks}
         made = {
@@ -419,7 +419,7 @@ class Model:
             )
             for key, members in procs.items()
         }
-        # In the order of their operations: running ones first. Jobs without operations come last, by their first rank.
+        # Jobs have the order of their operations, running ones first. Jobs without any come last, by their first rank.
         order = {key: index for index, key in reversed(list(enumerate(op.job_key for op in self.ops)))}
         jobs = [replace(one, safe=self._safe.get(key, {})) for key, one in made.items()]
         self.jobs = sorted(jobs, key=lambda one: order.get(one.key, len(order)))

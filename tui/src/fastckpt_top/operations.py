@@ -76,7 +76,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
 
 
 def _no_eta(unknown: list[OpTrack], look: Look) -> str:
-    """The text if the end of the ranks is unknown, of which some may have reported one."""
+    """The reason why no ETA is known, given the ranks whose own ETA is unknown."""
     if any(track.stalled(look.tracks[track.proc.key], look.mono) is not None for track in unknown):
         return "stalled"
     if not unknown:
@@ -93,7 +93,7 @@ def _changed(group: Group) -> tuple[tuple[str, float], ...]:
 
 
 def _sizes(tracks: list[OpTrack], missing: int) -> list[int]:
-    """Bytes of each rank, and of those that have not begun: the mean of the others' if unknown."""
+    """The bytes of each rank, including those that have not begun; an unknown size is the mean of the others."""
     known = [track.op.bytes_total for track in tracks if track.sized]
     mean = sum(known) // len(known) if known else 0
     return [track.op.bytes_total if track.sized else mean for track in tracks] + [mean] * missing

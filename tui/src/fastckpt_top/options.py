@@ -126,7 +126,7 @@ def _add_debug(made: argparse.ArgumentParser) -> None:
     debug.description = f"{words.capitalize()}."
     made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump} [options]"
     commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
-    # Without defaults, which would override options before `debug`.
+    # The subcommands have no defaults, which would override options before `debug`.
     found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--json", action="store_true", help="print JSON lines")
     clean = commands.add_parser(
@@ -149,7 +149,7 @@ def _target(word: str) -> targets.Target:
 
 
 def _number(low: float, high: float, what: str, units: Mapping[str, float] = _PLAIN) -> Callable[[str], float]:
-    """Reads a number, and its unit, between two others."""
+    """Reads a number with or without a unit, which must be between two limits."""
 
     def parse(word: str) -> float:
         try:

@@ -25,11 +25,11 @@ WAITS: Final = {
 }
 """The wait of one rank, by `Row.wait_kind`."""
 SYNCING: Final = ("FSYNC", "COMMIT")
-"""States of a rank that has written all. Earlier, it may wait for fsync between its files."""
+"""States of a rank that has written all its bytes. Before that, it may wait for fsync between its files."""
 
 
 def colon(*parts: str) -> str:
-    """A colon and the parts that are not empty; nothing if all are."""
+    """A colon and the parts that are not empty; nothing if all parts are empty."""
     words = ", ".join(part for part in parts if part)
     return f": {words}" if words else ""
 
@@ -58,7 +58,7 @@ def waits(kind: str, rows: Sequence[Row]) -> str:
 
 
 def brief(row: Row) -> str:
-    """`disk 98 %`; empty if nothing is waited for."""
+    """The wait of a rank and its share, `disk 98 %`; empty if the rank waits for nothing."""
     return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
 
 
@@ -134,7 +134,7 @@ def names(rows: Sequence[Row]) -> str:
 
 
 def some(ranks: Sequence[str]) -> str:
-    """The same, from the names of ranks."""
+    """The same words, from the names of ranks."""
     return ", ".join(ranks) if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
 
 
@@ -178,6 +178,6 @@ def safe(op: NodeOp) -> str:
 
 
 def seconds(span: float) -> str:
-    """`12 s`, cut as the rows cut it."""
+    """A duration, `12 s`, rounded down as in the rows."""
     words = text.ago(span)
     return f"{words[:-1]} {'min' if words[-1] == 'm' else words[-1]}"

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from fastckpt_top.segment import Header
 
 _STOPPED: Final = "TtXZ"
-"""Letters of a process in which no thread runs: its threads need no check."""
+"""States of a process, as letters, in which no thread runs, so that the threads need no check."""
 _HELD: Final = "D"
 
 
 class Kernel:
-    """The kernel's view of processes, from /proc, as far as visible from here.
+    """The kernel's view of processes, from /proc, as far as it is visible from here.
 
-    A pid means nothing without its PID namespace, and a start time nothing without its time namespace and boot. If
-    these are not the reader's, the process is found by the lock on its segment, or its state stays unknown.
+    A pid is valid only in its PID namespace, and a start time only in its time namespace and boot. If these are not the
+    reader's, the process is found by the lock on its segment, or its state stays unknown.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Kernel:
         if header.boot_id != self.boot_id:
             return False
         if header.pid_ns != self._pid_ns:
-            return True  # cannot be known from here; if it is dead it will show as stalled
+            return True  # this cannot be known from here; a dead process will be shown as stalled
         return _stat(f"/proc/{header.pid}/stat").start_ticks == header.start_ticks
 
     def state(self, header: Header, file: tuple[int, int], waiting: Iterable[int], mono: float) -> str:
         """The state of the process, as the letter that ps shows: R, S, D, T and so on.
 
-        A process is stopped as a whole, but its threads wait in the kernel separately, and the main thread does no I/O.
+        A signal stops a process as a whole, but threads wait in the kernel separately, and the main thread does no I/O.
         So `D` also means a process whose worker hangs there. A worker that waits for its ring sleeps (`S`), whatever
         the storage does.
 
@@ -72,7 +72,7 @@ class Kernel:
         return leader.state
 
     def _owner(self, file: tuple[int, int], mono: float) -> int:
-        """The pid, as seen from here, of the process that locked a file; 0 unknown. Reads all locks once per look."""
+        """The pid, seen from here, of the process that locked a file; 0 if unknown. Reads all locks once per look."""
         if self._listed != mono:
             self._listed = mono
             self._owners = _lock_owners()
@@ -122,9 +122,9 @@ def user_of(uid: int, owner: int) -> str:
     """The name of a process's user.
 
     Args:
-        uid: As the process reports it.
-        owner: Of its segment, as seen from here. If it differs, the process lives in another user namespace, in which
-            local names mean nothing.
+        uid: The user id that the process reports.
+        owner: The owner of its segment, as seen from here. If it differs, the process is in another user namespace, to
+            which local names do not apply.
 
     Returns:
         The name, or the number if there is none.

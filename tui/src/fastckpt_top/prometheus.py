@@ -84,12 +84,12 @@ class Prometheus:
         """Replace the file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         console.replace(Path(self._path), render(model))
 
     def close(self) -> None:
-        """Do nothing: the last state stays."""
+        """Do nothing: the file keeps the last state."""
 
 
 class _Page:
@@ -148,7 +148,7 @@ def render(model: Model) -> str:
 
 
 def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
-    """The label of each process's job: its name, or its key if another job of the name lives too."""
+    """The label of each process's job: its name, or its key if another job of this name is alive, too."""
     living: dict[str, set[str]] = defaultdict(set)
     for proc in snapshot.procs:
         if proc.alive:
@@ -159,7 +159,7 @@ def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str], died: Collection[str]) -> list[Proc]:
-    """Live processes, and ended ones whose place no process took: a restarted rank is one series, not two.
+    """Live processes, and ended ones whose place no process has taken: a restarted rank is one series, not two.
 
     A place is the set of labels that distinguish the series. A restarted job is another job, with the same labels.
     Without a rank, each process has a separate place; among ended processes, only those shown as `died` have one.
@@ -229,7 +229,7 @@ def _process(page: _Page, proc: Proc, who: dict[str, str]) -> None:
 
 
 def _threads(page: _Page, proc: Proc, who: dict[str, str]) -> None:
-    """Sums over the slots: those never go back, whichever operation a slot counts for."""
+    """Add the sums over all slots, which never decrease, whichever operation a slot counts for."""
     threads = [thread for _, thread in proc.threads]
     page.put("fastckpt_io_bytes_total", who, sum(thread.bytes_ever for thread in threads))
     page.put("fastckpt_io_requests_total", who, sum(thread.requests for thread in threads))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Places: TypeAlias = Mapping[tuple[str, int], Proc]
 
 DONE_S: Final = 10.0
-"""Seconds for which a rank shows DONE before IDLE, when the others are done, too."""
+"""Seconds for which a rank shows DONE before IDLE, once the others are done, too."""
 
 
 def places(look: Look) -> Places:
@@ -76,8 +76,8 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     Args:
         track: The part.
         group: The operation, with its straggler, GPUs and ranks up to date.
-        look: The present.
-        places: As from `places`.
+        look: The current look.
+        places: The result of `places`.
     """
     op, proc = track.op, track.proc
     target = look.target_of(group).of(group.kind) * group.gpus / group.ranks
@@ -90,7 +90,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase not in PREPARING)
     wait = derive.awaits(proc, places)
     kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
-    if stalled is not None:  # a wait is counted when it ends
+    if stalled is not None:  # the counters include a wait only when it ends
         silent = look.tracks[proc.key].silent_s(proc, look.mono) >= HEARTBEAT_STALL_S
         kind, share = "disk" if track.hangs else derive.held(track, silent=silent), None
     made = replace(
@@ -144,7 +144,7 @@ def worst(row: Row) -> float:
 
     Within each of these, the remaining time and the shortfall from its target count. Idle ranks have 0.
     """
-    if row.state in ("DEAD", "FAILED"):  # the others failed because one died
+    if row.state in ("DEAD", "FAILED"):  # a dead rank comes first: the others failed because it died
         return 5000.0 if row.state == "DEAD" else 4000.0
     if not row.running:
         return 0.0
@@ -178,7 +178,7 @@ def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:
     slots = [thread for _, thread in sorted(track.threads.items())]
     elapsed = track.elapsed(look.mono)
     moving = track.running and track.op.phase in MOVING
-    # A thread without further work shows no rate: the remainder in the window would look like a slow disk.
+    # A thread without further work shows no rate: what is left in the window would look like a slow disk.
     busy = [moving and thread.last.state != ThreadState.IDLE for thread in slots]
     rates = [thread.window.rate() if at_work else None for thread, at_work in zip(slots, busy, strict=True)]
     known = [rate for rate in rates if rate is not None]

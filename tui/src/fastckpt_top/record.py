@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 IDLE_S: Final = 10.0
 """Seconds between ticks while no operation runs."""
 LARGEST: Final = 256 << 20
-"""Bytes of a file, about two hours of a job of 64 ranks that saves all the time."""
+"""The most bytes of a file: about two hours of a job of 64 ranks that saves all the time."""
 _FLUSH_S: Final = 5.0
 
 
 class Recorder:
-    """Writes a recording. Only ticks with a running operation or an event, else one per `IDLE_S` seconds.
+    """Writes a recording: ticks with a running operation or an event, and otherwise one tick per `IDLE_S` seconds.
 
     A file that has become too large is renamed to `save.1.jsonl.gz`, replacing an earlier one, and the recording
-    continues in a new file. Both can be played.
+    continues in a new file. Both files can be played.
 
     Args:
         path: The file, mode 0600; compressed if it ends in `.gz`. An existing file is overwritten.
-        largest: Bytes of a file.
+        largest: The most bytes of a file.
 
     Attributes:
         path: The file.
         ticks: Ticks written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The recording cannot be written.
     """
 
     def __init__(self, path: str, largest: int = LARGEST) -> None:
@@ -76,7 +76,7 @@ class Recorder:
             tick, sent = self._builder.build(model)
             self._pending = (dumps(tick), sent)
             return
-        if busy and self._pending is not None:  # rates after a pause need the previous tick
+        if busy and self._pending is not None:  # after a pause, rates need the previous tick
             line, sent = self._pending
             self._out.write(line)
             self._builder.commit(sent)

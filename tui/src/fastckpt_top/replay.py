@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastckpt_top.targets import Target
 
 CHECKPOINT: Final = 128
-"""Ticks between two saved copies of the model, which make going back quick."""
+"""Ticks between two kept copies of the model, which make it fast to go back."""
 SPEEDS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 _BROKEN: Final = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError)
 
@@ -45,7 +45,7 @@ class Recording:
         first: The first tick with a running operation; 0 without one.
 
     Raises:
-        ReplayError: It cannot be read, is not a recording, or is one of another major version.
+        ReplayError: The file cannot be read, is not a recording, or is one of another major version.
     """
 
     def __init__(self, path: str) -> None:
@@ -158,18 +158,18 @@ class Replay:
     Args:
         path: The recording.
         target: The user's target; None for the target of the recording.
-        gpus: The same for GPUs.
-        speed: Times real time.
+        gpus: The user's number of GPUs; None for that of the recording.
+        speed: The speed at first, as a multiple of real time.
         now: Monotonic clock, seconds.
         job: Name or key of the only job that is looked at; empty for all.
 
     Attributes:
         model: The model at the current position.
         playing: Whether time passes.
-        speed: Times real time.
+        speed: The current speed, as a multiple of real time.
 
     Raises:
-        ReplayError: It cannot be read.
+        ReplayError: The recording cannot be read.
     """
 
     live = False
@@ -266,13 +266,13 @@ class Replay:
         return f"{state} {clock(self._position - times[0])}/{clock(times[-1] - times[0])} x{self.speed:g}"
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def _fresh(self) -> Model:
         return Model(self._target, self._gpus, self._job)
 
     def _seek_time(self) -> None:
-        self._seek_index(bisect_right(self.recording.times, self._position) - 1)  # the last tick that is not after it
+        self._seek_index(bisect_right(self.recording.times, self._position) - 1)  # the last tick up to the position
 
     def _seek_index(self, index: int) -> None:
         index = min(max(index, 0), len(self.recording) - 1)
@@ -288,5 +288,5 @@ class Replay:
             if at % CHECKPOINT == 0 and at not in self._copies:
                 self._copies[at] = copy.deepcopy(self.model)
         self._index = index
-        if self.model.target != chosen:  # the user's choice survives going back
+        if self.model.target != chosen:  # going back keeps the user's choice
             self.model.set_target(chosen)

@@ -18,18 +18,18 @@ LOW_FROM: Final = 0.8
 COPIES: Final = tuple(segment.KINDS[kind] for kind in segment.COPIES)
 """The names of the kinds that move a checkpoint between places: they have no target."""
 LEVELS: Final = ("info", "warn", "bad")
-"""Of a sentence: all is well, slow, broken."""
+"""The levels of a sentence: all is well, slow, broken."""
 
 
 class Verdict(Enum):
     """How an average compares with its target."""
 
     GOOD = "ok"
-    """At or above the target."""
+    """At the target or above."""
     LOW = "near"
-    """At least 80 % of it."""
+    """At least 80 % of the target."""
     BAD = "slow"
-    """Less."""
+    """Below 80 % of the target."""
     QUIET = "-"
     """Nothing to judge."""
     FAILED = "failed"
@@ -57,7 +57,7 @@ class Sentence:
     Attributes:
         level: One of `LEVELS`.
         words: The same sentence at several lengths, the longest first; the last has at most 36 cells.
-        row: Key of the row that it speaks of; empty if of none.
+        row: The key of the row that it is about; empty if it is about none.
     """
 
     level: str
@@ -72,23 +72,23 @@ class ThreadRow:
     Attributes:
         index: Number within the operation, from 0.
         tid: Thread id.
-        cpu: CPU it last ran on; None unknown.
+        cpu: CPU it last ran on; None if unknown.
         state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR`, `IDLE`, `DONE` in an ended operation.
-        rate: Bytes/s over the last second; None unknown.
+        rate: Bytes/s over the last second; None if unknown.
         average: Bytes/s from the operation's start to now, or to its end; None if it has moved none.
         done: Bytes of this operation.
-        in_flight: Requests.
+        in_flight: Requests in flight.
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
-        p50_s: Median of this operation as far as it was watched; None unknown.
-        p99_s: The 99th percentile.
-        waits: Shares of the last second by what it waited for, as in `window.WAITS`; empty unknown.
+        p50_s: Median of this operation as far as it was watched; None if unknown.
+        p99_s: The same for the 99th percentile.
+        waits: Shares of the last second by what it waited for, as in `window.WAITS`; empty if unknown.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
-        retries: Since the process began, as the next two.
+        retries: Retries since the process began; the next two also count from there.
         shorts: Short reads and writes.
         errors: Failed requests.
-        spark: Bytes/s, one value a column.
+        spark: Bytes/s, one value per column.
     """
 
     index: int
@@ -120,10 +120,10 @@ class ThreadRow:
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
     """The cause that delays a thread or rank: the largest part of the last second, if it is significant.
 
-    A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
+    A bandwidth limit comes first, because it makes a worker wait only if nothing else is slower.
 
     Args:
-        state: That of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
+        state: The state of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
         waits: As `ThreadRow.waits`.
 
     Returns:
@@ -150,8 +150,8 @@ class Row:
     Attributes:
         key: The same in each update for the same thing.
         proc_key: The process.
-        rank: The rank of the process; None unknown.
-        gpu: Index; None none.
+        rank: The rank of the process; None if unknown.
+        gpu: Index; None if it has none.
         pid: The pid of the process.
         job: Its label.
         alive: Whether it lives.
@@ -160,46 +160,46 @@ class Row:
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
         hangs: The call to the storage that does not end, its file and when it began; empty if none is known.
-        rate: Bytes/s over the last second; None unknown or not moving data.
+        rate: Bytes/s over the last second; None if unknown or not moving data.
         average: Bytes/s of the operation so far, or in all.
         target: Bytes/s that this rank should reach.
         done: Bytes completed.
-        total: Bytes in all; 0 unknown.
+        total: Bytes in all; 0 if unknown.
         durable: Bytes known to be durable.
-        progress: That of the copy while the state is `STAGE`; else that of the operation, 1 only when all bytes are
-            being made durable.
-        eta_s: Seconds until it is durable; None unknown.
+        progress: The progress of the copy while the state is `STAGE`; else that of the operation, which is 1 only when
+            all bytes are written and being made durable.
+        eta_s: Seconds until it is durable; None if unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
         verdict: Its average against its target.
         straggler: Whether the node waits for it.
         engine: `uring`, `threads`, `buffered`, `unknown`, or empty.
         direct: Whether O_DIRECT is used.
-        mixed: Whether part goes through the page cache nevertheless.
+        mixed: Whether part of the data goes through the page cache in spite of `direct`.
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
         refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
-        step: Training step; None unknown.
+        step: Training step; None if unknown.
         label: Base name of the target.
         path: The target.
-        device: Name of the device, else its number; empty unknown.
+        device: Name of the device, else its number; empty if unknown.
         block_size: Bytes.
         queue_depth: Requests.
         files: Shards in all.
         files_done: Shards completed.
         error: errno name of a failure; empty if none.
-        wait: The cause that holds it up.
-        p50_s: Median latency of this operation as far as it was watched; None unknown.
+        wait: The cause that holds up the operation.
+        p50_s: Median latency of this operation as far as it was watched; None if unknown.
         p99_s: 99th percentile.
         histogram: Requests by latency (docs/telemetry.md 5.4).
-        spark: Bytes/s, one value a column.
+        spark: Bytes/s, one value per column.
         threads: Its worker threads.
         job_key: The job that it belongs to.
-        user: Name of its user, or the number where it has none.
-        process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
+        user: Name of its user, or the number if it has none.
+        process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty if unknown.
         wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, `memory`, or empty: the kind of `wait`.
-        wait_share: Share of the last second spent with it; None where it has none.
-        worst: How far the rank holds its job back; the largest comes first.
+        wait_share: Share of the last second spent with it; None if it has none.
+        worst: How much the rank holds its job back; the largest value comes first.
     """
 
     key: str
@@ -280,8 +280,8 @@ class NodeOp:
     Attributes:
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`.
         label: Base name of the target.
-        step: Training step; None unknown.
-        running: Whether any rank is still at it.
+        step: Training step; None if unknown.
+        running: Whether any rank is still working on it.
         phase: The least advanced phase of its running ranks; else `done`, `failed` or `died`.
         ranks: Ranks that take part.
         missing: Ranks of this machine that have not begun it.
@@ -295,8 +295,8 @@ class NodeOp:
         target: Bytes/s for all GPUs.
         target_name: Tier, or `custom`.
         progress: 0 to 1; of the copy into memory while `phase` is `stage`.
-        eta_s: Seconds until the last rank is durable; None unknown.
-        no_eta: Why it is unknown, in ten cells at most.
+        eta_s: Seconds until the last rank is durable; None if unknown.
+        no_eta: Why the ETA is unknown, in ten cells at most.
         elapsed_s: Seconds since the first rank's start, or the duration.
         started_real: Seconds since the epoch.
         last: The rank that the node waits for; empty if none is clearly behind.
@@ -304,9 +304,9 @@ class NodeOp:
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
         target_source: The origin of the target, as `Target.source`.
-        changed: After a save, groups and the share of their bytes that has changed; empty unknown.
+        changed: After a save, groups and the share of their bytes that has changed; empty if unknown.
         sentence: The most important fact about it; None if there is none.
-        safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
+        safe: `Job.safe` of its job, for a save that has ended and for drains.
     """
 
     kind: str
@@ -341,12 +341,12 @@ class NodeOp:
 
     @property
     def copies(self) -> bool:
-        """Whether it is one of `COPIES`."""
+        """Whether its kind is one of `COPIES`."""
         return self.kind in COPIES
 
     @property
     def empty(self) -> bool:
-        """Whether it ended well without bytes to move: then there is no speed to judge."""
+        """Whether it ended well without bytes to move, so that there is no speed to judge."""
         return not (self.running or self.failed or self.done)
 
 
@@ -357,12 +357,12 @@ class Job:
     Attributes:
         key: The same in each update for the same job.
         name: Its label.
-        pid: Of its first living process, else of its first.
-        user: Name of its user, or the number where it has none.
+        pid: The pid of its first living process, or else of its first process.
+        user: Name of its user, or the number if it has none.
         ranks: Its processes that live or died in an operation.
         alive: Those that live.
         gpus: GPUs that its targets are multiplied by.
-        target: Per GPU.
+        target: The target per GPU.
         active: Whether any of its operations runs.
         sentence: The most important fact about it now; None if there is none.
         since: Its place among all jobs, in the order in which they were first seen.
@@ -407,7 +407,7 @@ class Checkpoint:
     Attributes:
         kind: `save`, `load`, `verify`.
         label: Base name of the target.
-        step: Training step; None unknown.
+        step: Training step; None if unknown.
         start: Seconds since the epoch of the first rank's start.
         end: The same for the last rank's end.
         bytes: Bytes of all ranks.
@@ -418,11 +418,11 @@ class Checkpoint:
         fallback: errno name of the first fallback; empty if none.
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
-        p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
+        p99_s: Largest 99th percentile of a rank, seconds; 0 if unknown.
         team: The common feature of its ranks: their process group, or the job's name.
-        running: Whether a rank is still at it.
+        running: Whether a rank is still working on it.
         target: Its target in bytes/s while it ran; 0 if unknown.
-        whole: After a copy: whether it left a whole checkpoint at its target.
+        whole: For a copy, whether it left a whole checkpoint at its target.
     """
 
     kind: str

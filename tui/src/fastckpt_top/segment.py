@@ -107,7 +107,7 @@ def _at(offset: int, code: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The publishing process, and the places of the tables. Field by field as in docs/telemetry.md 5.1."""
+    """The publishing process, and the places of the tables, with the fields of docs/telemetry.md 5.1."""
 
     major: int = _at(0x08, "H")
     minor: int = _at(0x0A, "H")
@@ -177,7 +177,7 @@ class Process:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The changes in the save of `changed_step`, of the groups for which they are known: 0 to 1."""
+        """For each group for which it is known, the share that has changed in the save of `changed_step`: 0 to 1."""
         found = {"model": self.changed & NONE_U32, "optimizer": self.changed >> 32}
         return {group: min((share - 1) / 1e6, 1.0) for group, share in found.items() if share}
 
@@ -215,7 +215,7 @@ class Operation:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """What was refused, so that another engine runs than the wanted one: see `REFUSALS`."""
+        """The refused features, because of which another engine than the wanted one runs (`REFUSALS`)."""
         return tuple(name for flag, name in REFUSALS.items() if self.flags & flag)
 
     @property
@@ -314,7 +314,7 @@ def decode_header(data: bytes, file_size: int) -> Header:
         A header whose tables are all inside the file.
 
     Raises:
-        BadSegment: It holds an impossible value, or needs a newer version of this program.
+        BadSegment: The header holds an impossible value, or needs a newer version of this program.
     """
     _check_prefix(data)
     header = read(Header, data)

@@ -1,9 +1,9 @@
 """The sentence: the rank that holds an operation back, and why.
 
-It is the first of these that applies: a rank that died or failed; one that stalled; ranks that have not begun; the only
-one left; a bandwidth limit that most ranks wait for; the rank that the others wait for; the reason why the operation is
-below its target; a fallback; that all is well. The level is `bad` if a person is needed, `warn` if the operation, or
-the rank that alone decides when it ends, is below its target, `info` for the rest.
+The sentence is about the first of these that applies: a rank that died or failed; one that stalled; ranks that have not
+begun; the only one left; a bandwidth limit that most ranks wait for; the rank that the others wait for; the reason why
+the operation is below its target; a fallback; success. The level is `bad` if a person is needed, `warn` if the
+operation, or the rank that alone decides when it ends, is below its target, and `info` otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SHORT: Final = 36
 """The most cells of the shortest words."""
 _MOST: Final = 0.5
-"""The share of ranks from which their wait counts as the operation's."""
+"""The least share of ranks whose wait counts as that of the operation."""
 _WAITED: Final = {
     "disk": "its ranks waited for the disk",
     "source": "its ranks waited for the source",
@@ -40,7 +40,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
     Args:
         op: The operation.
         rows: The rows of its ranks, the ended ones too.
-        cause: The most frequent `cause` while it ran; empty unknown.
+        cause: The most frequent `cause` while it ran; empty if unknown.
 
     Returns:
         None if there is nothing to report: in the first second, and without a target.
@@ -61,14 +61,14 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
 
 
 def _copied(op: NodeOp) -> Sentence:
-    """The progress of a copy, or its result."""
+    """The sentence about the progress of a copy, or its result."""
     when = phrases.eta(op) if op.running else f"in {op.elapsed_s:.1f} s"
     moved = phrases.nothing(op) if op.empty else f"{phrases.moved(op)}, {when}"
     return _made("info", "", f"{op.kind} of {op.label}: {moved}", moved, f"{op.kind}: {when}")
 
 
 def _safely(said: Sentence | None, op: NodeOp) -> Sentence | None:
-    """A sentence, with the places where the last step is safe."""
+    """Add the places where the last step is safe to a sentence."""
     safe = phrases.safe(op)
     if said is None or not safe:
         return said
@@ -76,7 +76,7 @@ def _safely(said: Sentence | None, op: NodeOp) -> Sentence | None:
 
 
 def _missing(op: NodeOp) -> Sentence:
-    """The sentence if ranks of this machine take no part."""
+    """The sentence if ranks of this machine do not take part."""
     here = f"{op.ranks} of {text.count(op.ranks + len(op.missing), 'rank')}"
     who = phrases.some([f"rank {rank}" for rank in op.missing])
     if op.running:
@@ -86,7 +86,7 @@ def _missing(op: NodeOp) -> Sentence:
 
 
 def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """The ranks that hold up a running operation."""
+    """The sentence about the ranks that hold up a running operation."""
     if len(running) == 1 < op.ranks:
         return _together(op, running)
     limited = [row for row in running if row.wait_kind == "limit"]
@@ -101,7 +101,7 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def cause(op: NodeOp, rows: Sequence[Row]) -> str:
-    """The cause that delays a running operation now, in words for its end; empty if there is none."""
+    """The cause that delays a running operation now, in words for the sentence at its end; empty if there is none."""
     running = [row for row in rows if row.running]
     kind, _ = _shared(running)
     if op.last and (kind != "limit" or len(running) == 1 < op.ranks):
@@ -199,8 +199,8 @@ def _one(op: NodeOp, row: Row, words: str, short: str, *, why: str = "", others:
     Args:
         op: The operation.
         row: The rank.
-        words: What it does.
-        short: The same, where there is less room.
+        words: The words for what the rank does.
+        short: The same words where there is less room.
         why: The reason; empty for the rank's own.
         others: What the other ranks do meanwhile.
         more: What ranks fell back to; empty for this rank alone.
@@ -344,7 +344,7 @@ def _idles(row: Row) -> bool:
 
 
 def _slowest(running: list[Row]) -> Row | None:
-    """The rank whose rate is clearly below the others'."""
+    """The rank whose rate is clearly below those of the others; None if there is none."""
     rates = [(row.rate, row) for row in running if row.rate is not None]
     if len(rates) < 2:  # noqa: PLR2004
         return None
@@ -353,7 +353,7 @@ def _slowest(running: list[Row]) -> Row | None:
 
 
 def _shared(running: list[Row]) -> tuple[str, list[Row]]:
-    """The wait of most ranks, and these ranks; else nothing."""
+    """The kind of wait of most ranks, and these ranks; nothing if there is none."""
     kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
     those = [row for row in running if row.wait_kind == kind]
     return (kind, those) if kind and count > _MOST * len(running) else ("", [])
@@ -372,7 +372,7 @@ def _all(those: Sequence[Row], op: NodeOp) -> str:
 
 
 def _made(level: str, row: str, *words: str) -> Sentence:
-    """A sentence; words that are no shorter than those before them are left out, and the last are short enough."""
+    """A sentence of several wordings: each is shorter than the one before, and the last has at most `SHORT` cells."""
     kept: list[str] = []
     for one in words:
         if not kept or text.width(one) < text.width(kept[-1]):

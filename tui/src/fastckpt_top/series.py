@@ -16,8 +16,8 @@ class Series:
     """Rates of the node, one value per column of `COLUMN_S`, aligned to the clock.
 
     Attributes:
-        written: Bytes/s; also `read`.
-        index: Number of the newest column since the clock's zero; None before the first.
+        written: Bytes/s written; `read` is the same for reads.
+        index: The number of the newest column, counted from the clock's zero; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Series:
         mean over it: a shorter peak is lowered, not lost.
 
         Args:
-            seconds: How far back.
+            seconds: The seconds before now that the parts cover.
             cells: Number of parts.
 
         Returns:
-            Bytes/s written and read, oldest first; fewer than `cells` values where less is known.
+            Bytes/s written and read, oldest first; fewer than `cells` values if less is known.
         """
         if self.index is None or cells < 1 or seconds <= 0:
             return [], []

@@ -27,8 +27,8 @@ class Live:
         sinks: The outputs for each state.
 
     Attributes:
-        model: As of the last tick.
-        sinks: May be changed at any time.
+        model: The model as of the last tick.
+        sinks: The outputs, which may be changed at any time.
     """
 
     live = True

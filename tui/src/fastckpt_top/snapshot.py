@@ -21,7 +21,7 @@ class Proc:
     Attributes:
         key: The same in each snapshot of one process, and unique to it.
         path: The segment's file.
-        header: Who it is.
+        header: Its identity.
         process: Its totals.
         operations: Its operation slots, running and ended.
         threads: Slot index and contents of each thread slot in use.
@@ -29,8 +29,8 @@ class Proc:
         alive: Whether the process lives.
         same_clock: Whether its monotonic clock is the reader's.
         touched: When an operation last started or ended, seconds since the epoch.
-        state: Letter of /proc/PID/stat; empty where it cannot be known.
-        user: Name of its user, or the number where it has none; empty where it is not known.
+        state: Letter of /proc/PID/stat; empty if it cannot be known.
+        user: Name of its user, or the number if it has none; empty if it is not known.
     """
 
     key: str
@@ -48,12 +48,12 @@ class Proc:
 
     @property
     def rank(self) -> int:
-        """Its rank: in its process group if it saves or loads with others, else the launcher's; -1 unknown."""
+        """The rank: that of the process group if it saves or loads with others, else the launcher's; -1 if unknown."""
         return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
 
     @property
     def died(self) -> bool:
-        """Whether it ended in an operation."""
+        """Whether the process ended in the middle of an operation."""
         return not self.alive and any(op.running for op in self.operations)
 
     @property
@@ -63,7 +63,7 @@ class Proc:
 
     @property
     def waits_for(self) -> int | None:
-        """The rank that it waits for; None if there is none."""
+        """The rank that the process waits for; None if there is none."""
         waits = self.process.waits_for
         return min(waits - 1, _MOST) if waits and self.process.group and self.alive else None
 
@@ -79,7 +79,7 @@ class Snapshot:
         procs: The processes, in no order.
         problems: File and reason of each segment that could not be read.
         places: The directories that were looked at.
-        devices: Number and name of each device that an operation is on, as far as it is mounted here.
+        devices: The number and the name of each device that an operation uses, if it is mounted here.
     """
 
     mono: float

@@ -15,7 +15,7 @@ _UNITS: Final = {
     **{f"{letter}ib/s": 1024.0**power for power, letter in enumerate("kmgt", 1)},
 }
 _LEAST_BARE: Final = 1e4
-"""A number below this, without a unit, is an error: another unit is meant."""
+"""A number below this without a unit is an error, because another unit must be meant."""
 
 DEFAULT_TIER: Final = "light"
 TIERS: Final[dict[str, tuple[float, float]]] = {
@@ -31,8 +31,8 @@ class Target:
     """The targets of saves and loads.
 
     Attributes:
-        save: Bytes/s per GPU; 0 none.
-        load: Bytes/s per GPU, for verifies too; 0 none.
+        save: Bytes/s per GPU; 0 for none.
+        load: Bytes/s per GPU, for verifies too; 0 for none.
         name: The tier, or `custom`.
         source: The origin: `option`, `environment`, `process`, `default`, `key`.
     """
@@ -43,7 +43,7 @@ class Target:
     source: str
 
     def of(self, kind: int) -> float:
-        """Bytes/s per GPU for a kind of operation; 0 none."""
+        """Bytes/s per GPU for a kind of operation; 0 for none."""
         return self.save if kind == Kind.SAVE else 0.0 if kind in COPIES else self.load
 
 
@@ -85,7 +85,7 @@ def parse(text: str, source: str) -> Target:
         The target.
 
     Raises:
-        ValueError: It is none of these; the message lists the allowed ones.
+        ValueError: The text has none of these forms; the message lists them.
     """
     word = text.strip().lower()
     if word in TIERS:
@@ -103,7 +103,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the current one, cyclically: the tiers, then the command line's if it is no tier."""
+    """The target after the current one, in a cycle of the tiers and of the command line's target if it is no tier."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

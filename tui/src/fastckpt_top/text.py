@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GB: Final = 1e9
-"""Bytes of the unit that storage targets are given in."""
+"""Bytes of a GB, the unit of storage targets."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,7 +25,7 @@ class Glyphs:
     bar: str = " ▏▎▍▌▋▊▉█"
     """Parts of a full cell from empty to full, for bars that grow to the right."""
     full: str = "▆"
-    """A full cell of the bars of rows: lower than the line, so that those of neighbours do not run together."""
+    """A full cell of a bar in a row: lower than the line, so that the bars of neighbouring rows do not run together."""
     spark: str = " ▁▂▃▄▅▆▇█"
     """Parts of a full cell from empty to full, for columns."""
     dotted: str = " ⣀⣤⣶⣿"
@@ -45,7 +45,7 @@ class Glyphs:
     rule: str = "─"
     column: str = "│"
     corners: str = "╭╮╰╯"
-    """Of a box: upper left and right, lower left and right."""
+    """The corners of a box: upper left and right, lower left and right."""
     ellipsis: str = "…"
     live: str = "●"
     pause: str = "■"
@@ -79,7 +79,7 @@ ASCII: Final = Glyphs(
 
 
 def clean(text: str) -> str:
-    """Make a foreign string harmless to show.
+    """Make a foreign string safe to show.
 
     Args:
         text: Anything that a process wrote into its segment.
@@ -161,7 +161,7 @@ def bar(fraction: float | None, cells: int, parts: str) -> str:
         return " " * cells
     count = round(min(max(fraction, 0.0), 1.0) * cells * (len(parts) - 1))
     if count == 0 and fraction > 0:
-        count = 1  # something is not nothing
+        count = 1  # a value above 0 is visible
     full, rest = divmod(count, len(parts) - 1)
     text = parts[-1] * full + (parts[rest] if rest else "")
     return text.ljust(cells)
@@ -170,7 +170,7 @@ def bar(fraction: float | None, cells: int, parts: str) -> str:
 def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNICODE) -> str:
     """One column per value on the fixed scale 0..`top`, newest at the right.
 
-    The highest is lower than a line, so that those of neighbouring lines do not run together.
+    The highest column is lower than a line, so that columns of neighbouring lines do not run together.
 
     Args:
         values: Samples, oldest first; the last `cells` are shown.

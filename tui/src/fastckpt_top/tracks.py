@@ -20,11 +20,11 @@ COLUMNS: Final = 64
 COLUMN_S: Final = 0.5
 """Seconds per column, whatever the interval of looks."""
 HEARTBEAT_STALL_S: Final = 2.0
-"""Seconds without a heartbeat during an operation that mean a stopped process."""
+"""If there is no heartbeat for this many seconds during an operation, the process counts as stopped."""
 PROGRESS_STALL_S: Final = 3.0
-"""Seconds without a byte while writing or reading that mean stuck I/O."""
+"""If no byte moves for this many seconds while writing or reading, the I/O counts as stuck."""
 COPY_STALL_S: Final = 10.0
-"""The same for a copy: a store may take a while to accept a part."""
+"""The same for a copy, because a store may take a while to accept a part."""
 MOVING: Final = (Phase.WRITE, Phase.READ, Phase.COPY, Phase.DRAIN, Phase.FETCH)
 """Phases in which bytes move to or from the storage, so that a rate over the last second is meaningful."""
 PREPARING: Final = (Phase.PLAN, Phase.STAGE)
@@ -43,7 +43,7 @@ class ProcTrack:
         alive: Whether it lived in the last snapshot.
         died: Reader's clock when its death was seen; None while it lives or if it was dead from the first.
         seen_alive: Whether it was ever seen alive.
-        sync_s: Duration of fsync and commit in its latest save; None unknown.
+        sync_s: Duration of fsync and commit in its latest save; None if unknown.
     """
 
     def __init__(self, mono: float) -> None:
@@ -83,7 +83,7 @@ class ProcTrack:
         return 0.0 if self._held is None else mono - self._held
 
     def begin(self, mono: float) -> None:
-        """Record the first sight of an operation: before it, silence meant nothing."""
+        """Record that an operation is seen for the first time: silence counts only from here on."""
         self._beat = mono
 
 
@@ -135,18 +135,18 @@ class OpTrack:
     Attributes:
         proc: The process, as of the last snapshot.
         op: The operation.
-        copies: Whether it moves a checkpoint from place to place, without workers.
+        copies: Whether it moves a checkpoint from one place to another, without workers.
         start: Its start on the reader's clock, seconds.
         start_real: Its start, seconds since the epoch.
         end: Its end on the reader's clock; None while it runs.
         done: Bytes completed.
-        window: For its rate.
-        spark: Bytes/s, one value a column.
+        window: The samples for its rate.
+        spark: Bytes/s, one value per column.
         threads: Slot -> its track.
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
-        lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
-        told_fallback: Whether the event was reported, as `told_stall` and `told_end`.
+        lost: Reader's clock when the death was noticed, which is later than `end`; None if it was not watched.
+        told_fallback: Whether the fallback was reported; `told_stall` and `told_end` are the same for their events.
     """
 
     def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:
@@ -184,17 +184,17 @@ class OpTrack:
 
     @property
     def running(self) -> bool:
-        """Whether it continues."""
+        """Whether the operation continues."""
         return self.op.running and not self.died
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly."""
+        """Whether the operation failed, or its process died under it."""
         return self.died or self.op.phase == Phase.FAILED
 
     @property
     def sized(self) -> bool:
-        """Whether its bytes are known, even if there are none, once it has been planned."""
+        """Whether the number of its bytes is known, even if it is 0: it is once the operation has been planned."""
         return bool(self.op.bytes_total) or not (self.failed or self.op.phase in PREPARING)
 
     def update(self, proc: Proc, op: Operation, mono: float, before: Mapping[int, Thread]) -> None:
@@ -232,7 +232,7 @@ class OpTrack:
         return self.window.rate() if self.running and self.op.phase in MOVING else None
 
     def elapsed(self, mono: float) -> float:
-        """Seconds since the start, or the duration."""
+        """Seconds since the start, or the duration of an ended operation."""
         return max((mono if self.end is None else self.end) - self.start, 0.0)
 
     def average(self, mono: float) -> float | None:
@@ -289,7 +289,7 @@ def _latest(proc: Proc, op: Operation) -> int:
 
 
 def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
-    """Seconds from an operation's start to now. Two clocks are only compared if they are the same clock."""
+    """Seconds from an operation's start to now. The reader's clock is used only if it is also the process's."""
     if proc.same_clock:
         return max(mono - op.t_start_mono_ns / 1e9, 0.0)
     return max(_latest(proc, op) - op.t_start_mono_ns, op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9

@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 from fastckpt_top.segment import HISTOGRAM_BASE_US, HISTOGRAM_BUCKETS
 
 WINDOW_S: Final = 1.0
-"""A completion moves a counter by a whole block, so shorter windows show the block size and not the disk."""
+"""Seconds of the window. Each completion adds a whole block, so shorter windows show the block size, not the disk."""
 LONGEST_S: Final = 5.0
-"""The window grows up to this while it holds too few completions."""
+"""Seconds up to which the window grows while it holds too few completions."""
 ENOUGH: Final = 5
 """Completions that make a window meaningful."""
 MISSED: Final = 3
-"""Completions that a second or more without any would have had if all went on: then the rate is zero at once."""
+"""If this many completions were expected in a second or more but none came, the rate is zero at once."""
 _SLACK_S: Final = 0.05
 WAITS: Final = ("disk", "source", "limit", "fsync", "peers")
 """What a thread may wait for, one at a time: a request, a block, the bandwidth limit, fsync, bytes of other ranks."""
@@ -25,10 +25,10 @@ class Sample(NamedTuple):
 
     Attributes:
         mono: Seconds.
-        bytes: Completed.
-        requests: Completed.
+        bytes: Completed bytes.
+        requests: Completed requests.
         latency_ns: Sum over completed requests.
-        waits: Seconds spent waiting, as in `WAITS`; None unknown, and then so is `latency_ns`.
+        waits: Seconds spent waiting, as in `WAITS`; None if they are unknown, and then `latency_ns` is, too.
     """
 
     mono: float
@@ -71,7 +71,7 @@ class Window:
         return (self._still(chosen, newest) or chosen), newest
 
     def waits(self) -> tuple[Sample, Sample] | None:
-        """The same, for samples with known waits: only those of the first may be unknown."""
+        """The same ends, but with known waits: only those of the first sample may be unknown."""
         ends = self.ends()
         if ends is None or ends[0].waits is not None:
             return ends
@@ -102,7 +102,7 @@ def percentile(histogram: tuple[int, ...], share: float, largest: float) -> floa
     Args:
         histogram: Requests per bucket (docs/telemetry.md 5.4).
         share: 0 to 1.
-        largest: The longest measured latency, seconds, as the end of the last bucket. 0 unknown.
+        largest: The longest measured latency, seconds, as the end of the last bucket. 0 if unknown.
 
     Returns:
         Seconds, interpolated within the bucket; None if nothing was counted.

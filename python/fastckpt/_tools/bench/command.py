@@ -58,15 +58,15 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Measure: exit status, document, lines."""
-    # Imported here, so that the other commands start without it.
+    """Run the benchmark; return exit status, JSON document and lines."""
+    # Imported here, so that the other commands start without these modules.
     import fastckpt  # noqa: PLC0415
     from fastckpt._paths import refuse_url  # noqa: PLC0415
 
     from . import rounds, text  # noqa: PLC0415
 
     refuse_url("bench", str(options.path))
-    # This process neither saves nor loads: setting the target returns its meaning.
+    # This process neither saves nor loads: it sets the target only to parse it.
     try:
         save, load = fastckpt.tools.set_target(options.target)
         io = fastckpt.IO(options.io, threads=options.threads)
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
         picture.check(options.plot)
     notes = _fits(options.path, shares)
-    # The monitor compares the speed of each rank with it.
+    # The monitor compares the speed of each rank with this target.
     rates = zip(("save", "load"), target, strict=True)
     per_rank = [f"{kind}={rate * gpus / len(shares)}GB/s" for kind, rate in rates if rate]
     plan = rounds.Run(

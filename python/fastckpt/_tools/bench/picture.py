@@ -1,4 +1,4 @@
-"""A benchmark's result as a picture, drawn with matplotlib, which only it needs."""
+"""Draws the result of a benchmark with matplotlib, which the rest of the benchmark does not need."""
 
 from __future__ import annotations
 

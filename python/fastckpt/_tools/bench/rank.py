@@ -134,10 +134,10 @@ def _sample(report: fastckpt.types.SaveReport | fastckpt.types.LoadReport, secon
 def serve(connection: Connection, spec: Spec) -> None:
     """Answer the parent until it closes the pipe.
 
-    Each request is prepared and answered by None; then the common start time (``time.monotonic``) arrives, and the
+    Each request is prepared and answered with None; then the common start time (``time.monotonic``) arrives, and the
     sample is sent back. Any error is sent back as a :class:`Failure`.
     """
-    # Ctrl-C reaches the whole process group; the parent decides.
+    # Ctrl-C reaches the whole process group, but only the parent acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(spec.environment)

@@ -26,11 +26,11 @@ _STUCK = 60
 
 
 class RankError(CheckpointError):
-    """A rank failed or died: the run has ended."""
+    """A rank failed or died, so the benchmark has ended."""
 
 
 class Ranks:
-    """The processes of a run; :meth:`close` leaves none behind."""
+    """The processes of a benchmark; :meth:`close` leaves none behind."""
 
     def __init__(self, what: str, specs: Sequence[Spec]) -> None:
         self._what = what
@@ -39,10 +39,10 @@ class Ranks:
         self._processes: list[SpawnProcess] = []
 
     def start(self) -> None:
-        """Start them; each has its state when this returns. The caller calls :meth:`close` in any case."""
-        # Not by fork: a child would never release the locks that threads of the parent hold at that moment.
+        """Start the processes; each has its state on return. The caller must :meth:`close` them even after an error."""
+        # Not "fork": a lock that another thread of the parent holds would stay locked in the child forever.
         context = multiprocessing.get_context("spawn")
-        # Ctrl-C while they import must not reach them: they start with the signal blocked.
+        # Ctrl-C must not reach the ranks while they import: they start with SIGINT blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for spec in self._specs:
@@ -63,7 +63,7 @@ class Ranks:
         """Make all ranks prepare, then begin at the same moment; returns their samples, by rank.
 
         Raises:
-            RankError: one of them failed or died.
+            RankError: a rank failed or died.
         """
         doing = f"{request.operation.replace('_', ' ')} in round {request.round}"
         self._tell(request)
@@ -84,7 +84,7 @@ class Ranks:
                 self._died(rank, "waiting")
 
     def _answers(self, doing: str) -> list[Any]:
-        """One answer from each rank, in the order of arrival; the first failure ends it."""
+        """Receive one answer from each rank, in the order of arrival, and raise the first failure."""
         answers: list[Any] = [None] * len(self._pipes)
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -111,7 +111,7 @@ class Ranks:
         raise RankError(f"{self._what}: rank {rank} (process {process.pid}) {how} while {doing}{why}")
 
     def close(self) -> None:
-        """End all of them, whatever they are doing."""
+        """End all ranks, whatever they are doing."""
         for process in self._processes:
             if process.pid is not None:
                 process.kill()

@@ -1,6 +1,6 @@
 """The raw device: writes and reads the same bytes with plain direct I/O.
 
-A few threads have a large block in flight each, in huge pages, into a file that is allocated beforehand; a write ends
+A few threads each keep one large block in flight, in huge pages. The file is allocated beforehand, and a write ends
 with ``fdatasync``. Each of these calls releases the GIL. This matches fio with io_uring and direct I/O at the same
 block size and depth; a test compares the two.
 """
@@ -52,12 +52,12 @@ class Device:
         fd, direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             with contextlib.suppress(OSError):
-                # If that is not supported, the file grows as it is written.
+                # Without support for preallocation, the file grows as it is written.
                 os.posix_fallocate(fd, 0, size)
 
             def move(number: int, length: int, offset: int) -> int:
                 block = self._blocks[number][:length]
-                # Deduplicating storage must not gain.
+                # Deduplicating storage must not have an advantage.
                 stamp(block)
                 return os.pwritev(fd, [block.data], offset)
 
@@ -94,7 +94,7 @@ class Transfer:
         self._what, self._path, self._fd, self._size, self._move, self._end = what, path, fd, size, move, end
         self.direct = direct
         self._failure: BaseException | None = None
-        # A range's iterator is advanced in one step of the interpreter.
+        # The threads share this iterator, which the interpreter advances in one step.
         self._offsets = iter(range(0, size, BLOCK))
         self._begin = threading.Event()
         self._threads = [
@@ -126,7 +126,7 @@ class Transfer:
                 moved = self._move(number, length, offset)
                 if moved != length:
                     short = f"{self._what} of {self._path} at {offset} moved {moved} of {length} bytes"
-                    raise OSError(errno.EIO, f"{short}: look into the kernel's log")  # noqa: TRY301
+                    raise OSError(errno.EIO, f"{short}: see the kernel's log")  # noqa: TRY301
                 if self._failure is not None:
                     return
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
@@ -141,5 +141,5 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # The file may have been created anyway.
+        # The refused call may have created the file.
         return os.open(path, flags & ~os.O_EXCL, 0o600), False

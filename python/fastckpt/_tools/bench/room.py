@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: Besides the tensors: headers and manifest; interpreter, staging buffers and rings of a rank.
+#: Bytes beside the tensors: on disk headers and manifest; in memory interpreter, staging buffers and rings of a rank.
 _FILES = 4 << 20
 _PROCESS = 160 << 20
 
@@ -26,7 +26,7 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     """Refuse shares that fit neither on the disk nor in memory.
 
-    At any time the disk holds one copy: of the checkpoints, or of the plain files. In memory each rank has its state
+    At any time the disk holds one copy of either the checkpoints or the plain files. In memory each rank has its state
     and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
@@ -38,14 +38,14 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         Why hot loads are left out, or None.
 
     Raises:
-        ValueError: it does not fit; the message names a size that would.
+        ValueError: the shares do not fit; the message names a size that would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
     what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     on_disk = total + _FILES * ranks
-    # Some file systems do not report it (ramfs, some of FUSE).
+    # Some file systems do not report their size (ramfs, some FUSE ones).
     if status.f_blocks and on_disk > free:
         raise ValueError(f"{what} need {size(on_disk)} there, where {size(free)} are free: {_less(free, total, ranks)}")
     available = limits.memory()["available_bytes"]

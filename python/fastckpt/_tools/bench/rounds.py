@@ -61,8 +61,8 @@ class Measured:
 def measure(run: Run, said: Callable[[str], None]) -> Measured:
     """Run all rounds.
 
-    Every other round begins with the checkpoint instead of the plain file: the state of the disk differs for the first
-    and the second, and the speed of a shared disk drifts.
+    Every other round begins with the checkpoint instead of the plain file, because whichever comes second finds the
+    disk in another state, and the speed of a shared disk drifts.
 
     Args:
         run: the benchmark to measure.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-#: For each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
+#: For each round, the samples of all ranks, each of which has at least ``bytes`` and ``seconds``.
 Rounds: TypeAlias = "Sequence[Sequence[Mapping[str, Any]]]"
 
 #: The plain transfer with which each operation is compared. A hot load need not use the device at all.

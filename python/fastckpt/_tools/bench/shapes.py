@@ -89,7 +89,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
     the last one gets the bytes of the later groups.
 
     Raises:
-        ValueError: not every tensor gets an element.
+        ValueError: a tensor would get no element.
     """
     sizes = [share.weights] * (share.weights > 0) + [share.optimizer // 3] * 3
     groups = list(_GROUPS if share.weights else _GROUPS[1:])
@@ -113,7 +113,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
 def _cut(elements: int, count: int) -> list[int]:
     """``elements``, cut into ``count`` parts in the proportions of the layers, none of them empty."""
     wanted = np.resize(np.asarray(_LAYER, np.float64), count)
-    # One element each first; the rest by running sums, so that rounding loses nothing.
+    # Each part gets one element; running sums distribute the rest, so that rounding loses nothing.
     edges = np.floor(np.cumsum(wanted) / wanted.sum() * (elements - count)).astype(np.int64)
     edges[-1] = elements - count
     return [1 + int(part) for part in np.diff(edges, prepend=0)]
@@ -144,7 +144,7 @@ def stamp(memory: np.ndarray[Any, Any]) -> None:
 
 
 def stamp_all(state: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> None:
-    """Do that to every tensor of a state."""
+    """Change every tensor of a state in this way (:func:`stamp`)."""
     for group in state.values():
         for tensor in group.values():
             stamp(tensor)
@@ -155,7 +155,7 @@ def difference(saved: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], loaded: 
     for group, tensors in saved.items():
         for name, tensor in tensors.items():
             other = loaded.get(group, {}).get(name)
-            # As bytes: random floats are often nan.
+            # Compared as bytes, because random floats are often nan.
             if other is None or other.dtype != tensor.dtype or not np.array_equal(_bytes(other), _bytes(tensor)):
                 return f"{group}.{name}"
     return None

@@ -99,7 +99,7 @@ def _resident(how: Mapping[str, Any]) -> str:
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 
-#: As many as fit on a line; the JSON has all.
+#: The most ranks that fit on a line; the JSON document lists all.
 _RANKS = 16
 
 

@@ -22,7 +22,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommands; ``command(name, text, more)`` makes their parsers."""
     to = command(
         "import",
-        "make a checkpoint of another format",
+        "convert another format to a checkpoint",
         "SRC is a file of torch.save (no pickle is executed) or safetensors, or a directory of Hugging Face or "
         "torch.distributed.checkpoint.",
     )
@@ -30,12 +30,12 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     to.add_argument("destination", metavar="CKPT", type=path, help="a new checkpoint")
     to.add_argument("--overwrite", action="store_true", help="replace CKPT if it exists")
     to.add_argument("--expand", action="store_true", help="write expanded and overlapping tensors in full")
-    of = command("export", "make another format of a checkpoint", "CKPT need not fit into memory.")
+    of = command("export", "convert a checkpoint to another format", "CKPT need not fit into memory.")
     of.add_argument("path", metavar="CKPT", type=path)
     of.add_argument("destination", metavar="DST", type=path)
     of.add_argument("--format", choices=tuple(FORMATS), help="needed where DST is a directory")
     of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
-    of.add_argument("--keys", metavar="P", action="append", help="only what has such names")
+    of.add_argument("--keys", metavar="P", action="append", help="export only entries whose names match P")
     of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")
     of.add_argument("--strip-prefix", metavar="P", action="append", help="hf: remove this prefix from names")
     of.add_argument("--files", metavar="F", type=path, action="append", help="hf: also copy this file (LICENSE.txt)")

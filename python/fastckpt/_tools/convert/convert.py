@@ -34,7 +34,7 @@ class Converted:
 
 
 def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> Converted:
-    """Make a checkpoint of ``source``, whose format follows from its content and its name.
+    """Convert ``source`` to a checkpoint; its content and its name determine its format.
 
     With ``expand``, many times the bytes of the source may be written, if tensors are expanded or overlap.
     """
@@ -67,9 +67,9 @@ def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -
 def export(
     source: Path, destination: Path, form: str | None, keys: Sequence[str] | None, given: dict[str, Any]
 ) -> Converted:
-    """Make another format of the checkpoint ``source``.
+    """Convert the checkpoint ``source`` to another format.
 
-    ``form`` is None to go by the name of ``destination``; ``given`` are the options that only some formats have.
+    If ``form`` is None, the name of ``destination`` determines the format; ``given`` are options of some formats only.
     """
     paths = f"cannot export {source} to {destination}"
     named = BY_NAME.get(destination.suffix)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 _TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "BytesStorageMetadata"]
-#: Keys that lead to an entry, and the items of lists that the table leaves out: torch omits empty mappings.
+#: The most keys that lead to an entry, and the most list items that the table may lack: torch omits empty mappings.
 _DEPTH, _GAPS = 200, 1 << 20
 #: Exceptions raised by a damaged pickle or archive.
 DAMAGED = (
@@ -54,7 +54,7 @@ class Directory:
         items: its entries, by dotted keys.
 
     Raises:
-        CorruptCheckpointError: it is damaged.
+        CorruptCheckpointError: the directory is damaged.
         UnsupportedTypeError: it was written with extensions, or its table holds unsupported values.
     """
 
@@ -68,7 +68,7 @@ class Directory:
             with table.open("rb") as file:
                 metadata = MetadataUnpickler(self.torch, file).load()
             self.items = self._items(metadata)
-        except CheckpointError:  # some of ours are TypeErrors, too
+        except CheckpointError:  # some of these are TypeErrors, too
             raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(
@@ -131,7 +131,7 @@ class Directory:
         )
 
     def size(self) -> int:
-        """Bytes of the files that hold them."""
+        """Bytes of the files that hold the tensors."""
         files = {piece.file for item in self.items.values() for piece in item.pieces}
         return sum((self.source / file).stat().st_size for file in files)
 
@@ -139,7 +139,7 @@ class Directory:
         """A value, or a piece of a tensor, as views of the mapped file.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
+            CorruptCheckpointError: the value or piece is damaged.
             UnsupportedTypeError: it holds more than plain values and tensors.
         """
         item = self.items[key]
@@ -168,7 +168,7 @@ class Directory:
             path = self.source / piece.file
             regular(path)
             nbytes = path.stat().st_size
-            # Private: writes to it never reach the file. It keeps no descriptor open.
+            # The mapping is private: writes never reach the file. It keeps no descriptor open.
             storage = self.torch.UntypedStorage.from_file(str(path), shared=False, nbytes=nbytes)
             whole = self.torch.empty(0, dtype=self.torch.uint8).set_(storage, 0, (nbytes,)).numpy()
             self._maps[piece.file] = whole
@@ -183,7 +183,7 @@ def _leads(path: tuple[Any, ...]) -> bool:
 
 
 def _longest(items: dict[str, Item]) -> int:
-    """The members of all lists, by the last existing one of each."""
+    """The sum over all lists of the highest index that the table has."""
     lists: dict[tuple[str | int, ...], int] = {}
     for item in items.values():
         for at, step in enumerate(item.path):

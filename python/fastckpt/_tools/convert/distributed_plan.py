@@ -66,7 +66,7 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
     try:
         with _pickled.bounded((source / METADATA_FILE).stat().st_size):
             directory = Directory(source)
-        # Exactly the objects that were measured are written.
+        # Exactly the objects that are read within these limits are written.
         with _pickled.bounded(*directory.nbytes()):
             values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
             flat = flatten(values, operation="import")

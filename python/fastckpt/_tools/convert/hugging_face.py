@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: Files beside a model that belong to it. The user names all others: they may be private.
+#: Files beside a model that belong to it. The user must name all others, because they may be private.
 _BESIDE = (
     *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json"),
     *("generation_config.json", "merges.txt", "preprocessor_config.json", "processor_config.json"),
@@ -100,7 +100,7 @@ def write(
 
 
 def _parts(tokens: list[Any]) -> set[int]:
-    """The numbers of tensors that have a meaning only together."""
+    """The numbers of tensors that are meaningful only together with others."""
     found = set()
     ends = ends_of(tokens)
     for position, token in enumerate(tokens):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-#: Bytes that a safetensors header may have; an index may not name more tensors.
+#: The most bytes of a safetensors header, and of an index.
 HEADER = MAX_HEADER
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -43,8 +43,8 @@ def unpickling_torch_for(source: Path) -> Any:
     torch = torch_for("import", source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
-            f"cannot import {source}: torch {torch.__version__} executes code that such a file names, whatever "
-            "weights_only says (CVE-2025-32434): use torch 2.6 or later"
+            f"cannot import {source}: torch {torch.__version__} executes code that such a file names, even "
+            "with weights_only=True (CVE-2025-32434): use torch 2.6 or later"
         )
     return torch
 
@@ -86,5 +86,5 @@ def first_line(error: Exception) -> str:
 def regular(source: Path) -> None:
     """Refuse anything but a file: opening a pipe would block, and a device may be endless."""
     if not source.is_file():
-        source.stat()  # if nothing is there, that is the error
+        source.stat()  # raises if nothing is there
         raise CheckpointError(f"cannot import {source}: it is not a regular file; give a file or a directory")

@@ -33,7 +33,7 @@ def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
     # The writers of torch and safetensors raise one exception for everything, without an errno.
     parent = destination.parent
     if not parent.is_dir():
-        parent.stat()  # where there is nothing, that is the error
+        parent.stat()  # raises if nothing is there
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
@@ -95,7 +95,7 @@ def write_safetensors(
         tensor = _storable(leaf, path, source, library, torch, dtypes)
         name = (".".join(filter(None, map(part_of, path))) or "tensor").encode("utf-8", "replace").decode()
         name = _unused(name, tensors)
-        # A bound on memory: `_header` decides.
+        # This only bounds memory: `_header` checks the exact limit.
         names += len(name)
         if names > HEADER:
             raise _too_many_names(source)
@@ -104,7 +104,7 @@ def write_safetensors(
         raise CheckpointError(f"cannot export {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
     if not expand:
         check_growth(source, sum(tensor.nbytes for tensor in tensors.values()))
-    # By falling element size, so that each begins at a multiple of its element size.
+    # By falling element size, so that each tensor begins at a multiple of its own element size.
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(order, dtypes, source)
     with replacing(destination) as temporary:
@@ -164,7 +164,7 @@ def _open(path: Path, source: Path, library: ModuleType) -> None:
     except library.SafetensorError as error:
         raise CheckpointError(
             f"cannot export {source}: the package safetensors refuses the file made of it, which is a defect of "
-            f"fastckpt; report it, with what safetensors says: {first_line(error)}"
+            f"fastckpt; report it with this message of safetensors: {first_line(error)}"
         ) from error
 
 
@@ -178,7 +178,7 @@ def _storable(
 ) -> Any:
     """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
 
-    It collects the format's name of its dtype, and the number of the format's values per element.
+    ``dtypes`` collects, for each dtype, the format's name for it and the number of the format's values per element.
     """
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):
@@ -192,7 +192,7 @@ def _storable(
     else:
         try:
             if leaf.dtype not in dtypes:
-                # As the library has it; an element of torch can be several values of the format (FP4: two).
+                # As the library names it; one element of torch can be several values of the format (FP4: two).
                 raw = library.torch.save({"": torch.empty(1, dtype=leaf.dtype)})
                 entry = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[""]
                 dtypes[leaf.dtype] = entry["dtype"], entry["shape"][0]

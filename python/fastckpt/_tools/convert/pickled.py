@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Memory for the objects, in bytes: for any file, and for each byte of it.
+#: The limit of memory for the objects, in bytes: a fixed part, and a part for each byte of the file.
 _MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
-#: Processor seconds: for any file, and bytes for which one more is allowed.
+#: The limit of processor time: fixed seconds, and the bytes of the file that add one second each.
 _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 
-#: It must find exactly the modules that this process finds, and none in its working directory.
+#: The child's program. It must find exactly the modules that this process finds, and none in its working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
@@ -46,7 +46,7 @@ def check(source: Path) -> None:
     """Read ``source`` in a child.
 
     Raises:
-        RefusedError: it cannot be read, or not within the limits.
+        RefusedError: the source cannot be read, or not within the limits.
     """
     with _answer() as answer:
         command = [sys.executable, "-c", _PROGRAM, os.fspath(source.absolute()), str(answer.fileno()), *sys.path]
@@ -77,7 +77,7 @@ def check(source: Path) -> None:
 
 
 def _answer() -> BinaryIO:
-    """The file for the child's answer: not a pipe, because code that starts with Python may print.
+    """The file for the child's answer: not its standard output, because code that starts with Python may print.
 
     A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
     standard three, which the child replaces.
@@ -92,7 +92,7 @@ def _answer() -> BinaryIO:
 
 
 def look(path: str, answer: int) -> None:
-    """In the child: read the file, and answer in JSON, with an exception or an empty object."""
+    """Read the file in the child, and write the exception or an empty object to ``answer`` as JSON."""
     from fastckpt._state.flatten import flatten  # noqa: PLC0415
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - before the limits, which are for the file alone
     from fastckpt.exceptions import CheckpointError  # noqa: PLC0415
@@ -106,7 +106,7 @@ def look(path: str, answer: int) -> None:
             _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
             flatten(load(module.torch, path), operation="import")
     except CheckpointError:
-        pass  # the save reports it better
+        pass  # the save raises a better error
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
         kind = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         errno = error.errno if isinstance(error, OSError) else None
@@ -177,5 +177,5 @@ def _limit(size: int, mapped: int = 0) -> None:
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
     lower(resource.RLIMIT_DATA, _data(size, mapped))
-    # A child that is killed by its limits sends nothing.
+    # A child that its limits kill writes no core dump.
     lower(resource.RLIMIT_CORE, 0)

@@ -135,5 +135,5 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
 def _refusal(error: Exception) -> str:
     """Return the line of torch's advice that names the refused class."""
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
-    # The rest of the line explains how to allow it after all.
+    # The rest of the line explains how to allow what it names.
     return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, first_line(error)).strip())[0]

@@ -43,7 +43,7 @@ _DTYPE_OF_STORAGE = {
 
 
 class Record:
-    """Stands for an object of torch: it has the attributes, and does nothing."""
+    """A stand-in for an object of torch, which has its attributes and does nothing."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -61,12 +61,12 @@ class Record:
 
 
 def _kind(name: str) -> type[Record]:
-    # Nothing can be set on it: its __setstate__ is found, but lacks an argument.
+    # A pickle can set nothing on the class: its __setstate__ is found, but lacks an argument.
     return type(name, (Record,), {"__slots__": ()})
 
 
 class Recorder:
-    """Stands for a function or a class that a pickle calls.
+    """A stand-in for a function or a class that a pickle calls.
 
     Args:
         make: the function that is called with checked arguments.
@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Recorder(_encode),
 }
 _NUMBERS = (int, float)
-#: A number is not a valid argument of bytes: it would be their length.
+#: A number is not a valid argument of ``bytes``: it would be the length of the result.
 _BUILT_IN = {
     "set": _taking(set, list, tuple),
     "frozenset": _taking(frozenset, list, tuple),
@@ -189,7 +189,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    # Not getattr, which makes torch import further modules.
+    # `getattr` is not used, because it makes torch import further modules.
     found = vars(torch).get(name)
     return found if type(found) is torch.dtype else None
 
@@ -219,7 +219,7 @@ class Archive:
         content: the bytes of it, as an array over the mapping.
 
     Raises:
-        zipfile.BadZipFile: it is not a zip file.
+        zipfile.BadZipFile: the content is not a zip file.
     """
 
     def __init__(self, torch: Any, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -236,7 +236,7 @@ class Archive:
         """The value, its tensors as views of the mapping.
 
         Raises:
-            UnpicklingError: it holds more than plain values and tensors.
+            UnpicklingError: the file holds more than plain values and tensors.
         """
         if self._zip.getinfo(self._name).compress_type:
             raise zipfile.BadZipFile("its data.pkl is compressed, which torch does not do")
@@ -250,7 +250,7 @@ class Archive:
         begin = at + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         found = self._content[begin : begin + info.file_size]
         if info.compress_type or len(found) != info.file_size or zlib.crc32(found.data) != info.CRC:
-            raise zipfile.BadZipFile(f"the bytes of the storage {key!r} are not what their checksum says")
+            raise zipfile.BadZipFile(f"the bytes of the storage {key!r} do not match their checksum")
         return found
 
 
@@ -379,7 +379,7 @@ _UNITS = frozenset({b"generic", *(unit.encode() for unit in ("Y", "M", "W", "D",
 
 
 class _Dtype:
-    """Stands for a plain dtype of numpy: its code, its byte order and the unit of a time."""
+    """A stand-in for a plain dtype of numpy: its code, its byte order and the unit of a time."""
 
     __slots__ = ("code", "order", "unit")
 

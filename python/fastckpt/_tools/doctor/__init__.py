@@ -59,7 +59,7 @@ class Diagnosis:
     facts: Mapping[str, Any]
 
     def document(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the whole diagnosis as JSON values."""
         return {**asdict(self), "findings": [asdict(finding) for finding in self.findings]}
 
 

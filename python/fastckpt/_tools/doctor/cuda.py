@@ -1,4 +1,4 @@
-"""Queries the CUDA driver in another process: it may hang, and this one should not hold a context."""
+"""Queries the CUDA driver in a child process: the driver may hang, and this process should not hold a context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asking() -> Iterator[Callable[[], dict[str, Any]]]:
             text=True,
         )
     except (OSError, ValueError, TypeError) as error:
-        yield lambda error=error: {**nothing, "error": f"cannot ask: {error}"}  # type: ignore[misc]
+        yield lambda error=error: {**nothing, "error": f"cannot query the driver: {error}"}  # type: ignore[misc]
         return
 
     def answer() -> dict[str, Any]:

@@ -46,7 +46,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     refuse_url("doctor", directory)
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
-        with Signals(held=True):  # the core also makes and removes files, in milliseconds
+        with Signals(held=True):  # the core makes and removes files, in milliseconds
             probe = fastckpt.tools.probe(directory)
         found: dict[str, Any] = {
             "kernel": _kernel(root),
@@ -74,10 +74,10 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
 
 
 def _name(number: int | None) -> str | None:
-    """Return an answer as text."""
+    """Return the answer of a system call as text."""
     if number is None:
         return None
-    # This number has two names: the manual pages use this one.
+    # This errno has two names; the manual pages use EOPNOTSUPP.
     names = {0: "ok", errno.EOPNOTSUPP: "EOPNOTSUPP"}
     return names.get(number) or errno.errorcode.get(number, str(number))
 
@@ -180,7 +180,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
     with contextlib.suppress(OSError):
         room = os.statvfs(path)
     if room and not room.f_blocks:
-        room = None  # it does not report it (ramfs, some of FUSE)
+        room = None  # the size is not reported (ramfs, some FUSE ones)
     found |= {
         "free_bytes": room and room.f_bavail * room.f_frsize,
         "total_bytes": room and room.f_blocks * room.f_frsize,
@@ -238,7 +238,7 @@ def _pick(record: Any, *names: str) -> dict[str, Any]:
 
 
 def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path) -> dict[str, Any]:
-    """The place of the live counters, and whether there is room (docs/telemetry.md): the first that accepts them."""
+    """The first directory that accepts the live counters and has room (docs/telemetry.md), or else the first one."""
     found = [_counters_at(needed, Path(path), refused, root) for path, refused in places]
     room = (one for one in found if one["writable"] and (one["free_bytes"] is None or one["free_bytes"] >= needed))
     return next(room, found[0])
@@ -246,7 +246,7 @@ def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path)
 
 def _counters_at(needed: int, directory: Path, refused: str | None, root: Path) -> dict[str, Any]:
     writable, free = False, None
-    # A save does not look there either: it might block without end.
+    # Like a save, do not access a refused directory, which might block without end.
     if refused is None:
         there = directory if directory.exists() else directory.parent
         writable = os.access(there, os.W_OK | os.X_OK)

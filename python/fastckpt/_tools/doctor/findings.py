@@ -206,7 +206,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
             evidence=(f"{where['mount']} is {where['type']}",),
             remedies={"any": "save to a disk or a shared file system"},
         )
-    # A container's own layer, or an overlay with another purpose.
+    # This is a container's own layer, or an overlay with another purpose.
     if where["type"] == "overlay":
         container = where["mount"] == "/" and facts["container"] in ("docker", "podman", "kubernetes")
         yield Finding(

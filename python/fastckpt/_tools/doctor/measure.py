@@ -1,4 +1,4 @@
-"""Measures about two seconds of writing and reading: with plain I/O, and by save and load. It removes its files."""
+"""Measures about two seconds of writing and reading, with plain I/O and by save and load; removes its files."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # More each time, until it takes long enough. The first time means little: another process's sync may slow it
-        # down.
+        # Write more each time, until it takes long enough. The first time alone proves little: a sync by another
+        # process may slow it down.
         size = _LEAST
         for turn in itertools.count():
             if allocate:
@@ -126,7 +126,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
     stop = threading.Event()
 
     def work(thread: int) -> None:
-        # A range's iterator is advanced in one step of the interpreter.
+        # The threads share this iterator, which the interpreter advances in one step.
         for offset in offsets:
             try:
                 moved[thread] += move(blocks[thread][: min(_BLOCK, size - offset)], offset)

@@ -1,8 +1,8 @@
 """Why io_uring is not available: the single cause, only from the facts.
 
-A seccomp filter answers before the kernel does, and usually all three calls of io_uring. Without a ring, the kernel
-answers ``io_uring_enter`` and ``io_uring_register`` by ``EBADF`` or ``EINVAL``, whatever its settings. So another
-refusal of these two proves a filter. If only ``io_uring_setup`` is refused, the settings decide.
+A seccomp filter refuses calls before the kernel runs them, usually all three of io_uring. Without a ring, the kernel
+fails ``io_uring_enter`` and ``io_uring_register`` with ``EBADF`` or ``EINVAL``, whatever its settings. So any other
+error of these two proves that a filter exists. If only ``io_uring_setup`` is refused, the settings decide.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def _refused(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 -
         if filtered and (ring["configured"] or ring["disabled"] is not None):
             return *seccomp, ["this kernel was built with io_uring"]
         if filtered and ring["configured"] is None and _should_have(release):
-            return *seccomp, [f"Linux {release} should have io_uring; it does not say"]
+            return *seccomp, [f"Linux {release} should have io_uring; its configuration is unknown"]
         text = f"this kernel ({release}) has no io_uring"
         return "io_uring-missing", text, {"any": "a kernel built with CONFIG_IO_URING (RHEL: 9.3 or newer)"}, []
     if filtered and proved:
-        return *seccomp, ["the kernel itself would answer the last two EBADF or EINVAL"]
+        return *seccomp, ["the kernel itself would fail the last two with EBADF or EINVAL"]
     if answer == "EPERM" and _disabled(facts):
         everybody = ring["disabled"] == 2  # noqa: PLR2004 - the sysctl's "for everybody"
         text = f"kernel.io_uring_disabled={ring['disabled']} refuses io_uring to "

@@ -94,8 +94,8 @@ def read(path: str | os.PathLike[str]) -> Count:
         path: the file, or the directory that holds it.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it is not JSON, or describes an unsupported model.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not JSON, or describes an unsupported model.
     """
     file = Path(path)
     if file.is_dir():
@@ -117,7 +117,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
 
     Args:
         fields: the config.
-        where: its name in errors.
+        where: the name of the config in errors.
 
     Raises:
         ValueError: a field is missing, or the kind of model is unsupported.

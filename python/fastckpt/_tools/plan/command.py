@@ -40,7 +40,7 @@ _WORDS = (
     *("params", "config", "checkpoint", "size", "expert_params", "weights", "master", "optimizer"),
     *("mttf_gpu", "mttf_cluster", "restart", "write", "read", "node_write", "node_read", "tier", "stall"),
 )
-#: Those of ``--simulate``, and their types.
+#: The options of ``--simulate``, and their types.
 _SIMULATED: dict[str, Callable[[str], Any]] = {
     "cost": str,
     "from": path,
@@ -68,8 +68,8 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """A plan, or a sweep of them: exit status, document, lines."""
-    # Imported here, so that the other commands start without it.
+    """Compute a plan, or a sweep of plans; return exit status, JSON document and lines."""
+    # Imported here, so that the other commands start without these modules.
     from . import sweep as sweeping  # noqa: PLC0415
     from .plan import plan  # noqa: PLC0415
     from .record import plan_table  # noqa: PLC0415
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
     refused = (*_RULES, "sweep") if options.simulate else tuple(_SIMULATED)
     if given := job(options, refused):
-        how = "does not go with" if options.simulate else "is for"
+        how = "cannot be combined with" if options.simulate else "requires"
         raise ValueError(f"plan: {option(next(iter(given)))} {how} --simulate: leave it out")
     if options.simulate:
         from . import simulate_command  # noqa: PLC0415

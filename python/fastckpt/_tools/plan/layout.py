@@ -13,11 +13,11 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes that each of a group of GPUs writes.
+    """A group of GPUs that write equally many bytes each.
 
     Attributes:
         gpus: their number.
-        bytes: the bytes of each.
+        bytes: the bytes that each of them writes.
     """
 
     gpus: int
@@ -130,7 +130,7 @@ def layout(
     if zero is None:
         zero = 0 if (tp or 1) * (pp or 1) > 1 else 3
     if gpus is None and dp is None and tp is None and pp is None:
-        raise ValueError("plan: say how many GPUs: gpus=, or tp=, pp= and dp=")
+        raise ValueError("plan: give the number of GPUs: gpus=, or tp=, pp= and dp=")
     tp, pp = tp or 1, pp or 1
     if gpus is None:
         gpus = tp * pp * (dp or 1)

@@ -9,14 +9,14 @@ from fastckpt import _interval as formulas
 from fastckpt import _units as units
 from fastckpt._paths import AnyPath
 
-# The tiers are outside this package: the benchmark uses them, too.
+# The tiers are outside this package, because the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
 
 from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: Like :data:`fastckpt._interval.LEAST_MTTF`, for one GPU.
+#: The least MTTF of one GPU, as :data:`fastckpt._interval.LEAST_MTTF` is for the cluster.
 _LEAST_MTTF_GPU = 1e6
 
 #: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
@@ -68,7 +68,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     Args:
         params: parameters of the model; or give one of the next three.
         config: a Hugging Face ``config.json``, or its directory, to count the parameters from.
-        checkpoint: a checkpoint of fastckpt: its files are the size.
+        checkpoint: a checkpoint of fastckpt, whose files give the size.
         size: bytes of a checkpoint.
         expert_params: the number of ``params`` in routed experts; required with ``ep``, known from ``config``.
         weights: precision of the weights: ``fp32``, ``bf16``, ``fp16``, ``fp8``.
@@ -87,7 +87,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         mttf_cluster: mean time to failure of the whole cluster instead.
         goodput: the share of the time that training should get: the interval is ``(1 - goodput) * mttf``.
         overhead: the share of time for which checkpoints may stop training: the interval is ``stall / overhead``.
-        interval: seconds from the start of one checkpoint to the start of the next. Without any of these, the best.
+        interval: seconds from the start of one checkpoint to the next. Without any of these three, the best interval.
         write: total bytes per second that the storage writes.
         read: bytes per second that it reads; the same as ``write`` by default.
         node_write: bytes per second that one node writes, measured there; the slower of the two counts.
@@ -111,7 +111,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     check(gpus_per_node=gpus_per_node, max_in_flight=max_in_flight)
     if ep > 1 and not held.expert_weights:
         raise ValueError(
-            "plan: expert parallelism needs to know the experts: give config=, or params= and expert_params="
+            "plan: expert parallelism requires the expert parameters: give config=, or params= and expert_params="
         )
     shares, restore_bytes = where.shares(held), where.bytes_to_restore(held)
     target = None if target_seconds is None else units.seconds("target_seconds", target_seconds)
@@ -173,7 +173,7 @@ class _Rule:
     goodput: float
 
     def interval(self, stall: float, mttf: float) -> float:
-        """Seconds from start to start."""
+        """Seconds from the start of one checkpoint to the start of the next."""
         if self.name == "goodput":
             return formulas.goodput_rule(self.value, mttf)
         if self.name == "overhead":

@@ -1,4 +1,4 @@
-"""Plots of a sweep and of a simulation, drawn with matplotlib, which only they need."""
+"""Plots of a sweep and of a simulation, drawn with matplotlib, which the rest of a plan does not need."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         bytes: size of a checkpoint.
-        parameters: of the model, or None where only bytes are known.
+        parameters: the number of the model's parameters, or None if only bytes are known.
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
@@ -69,8 +69,8 @@ class Plan:
         interval: seconds from checkpoint to checkpoint.
         interval_rule: the source of the interval, in words.
         interval_goodput: the interval for the wanted goodput: ``(1 - goodput) * mttf``.
-        interval_young: Young's, and the stall.
-        interval_daly: Daly's, and the stall.
+        interval_young: Young's interval plus the stall.
+        interval_daly: Daly's interval plus the stall.
         interval_best: the exact minimum of Daly's model.
         restore_bytes: the bytes that all GPUs together read to restore.
         restore_seconds: how long that takes.
@@ -230,7 +230,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     standing = "" if plan.stall == plan.seconds else f", of which training stands still for {show_seconds(plan.stall)}"
     away = f" + {show_seconds(plan.restart)} to restart" if plan.restart else ""
     day = plan.checkpoints_per_day
-    # The number that begin in a day; the small constant absorbs rounding.
+    # The number of checkpoints that begin in a day; the small constant absorbs rounding.
     number = f"up to {math.ceil(day - 1e-9):,}" if day >= 10 else digits(day)  # noqa: PLR2004
     ranks, copies = min(plan.gpus_per_node, layout.gpus), f"{plan.max_in_flight} x " * (plan.max_in_flight > 1)
     node = f"{ranks} x ({copies}{show_bytes(plan.rank_bytes)} + {show_bytes(BUFFERS)})"

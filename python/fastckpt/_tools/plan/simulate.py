@@ -42,7 +42,7 @@ class Point:
 
     Attributes:
         name: the origin of the interval, or empty.
-        interval: seconds from start to start.
+        interval: seconds from the start of one checkpoint to the next.
         simulated: mean share of time that became kept training.
         error: its standard error.
         formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
@@ -62,17 +62,17 @@ class Simulation:
     """The result of months of training; times in seconds.
 
     Attributes:
-        cost: for which a checkpoint stops training.
+        cost: seconds for which a checkpoint stops training.
         mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
             the observed one.
         restart: the time from a failure until training continues.
         lag: from when training continues until a checkpoint is durable.
         accelerators: the number of simulated ones.
-        duration: of each run.
-        runs: how many.
+        duration: the length of each run.
+        runs: the number of runs.
         seed: the seed of the random numbers.
         shape: Weibull shape of the accelerators' lives; 1 is exponential.
-        failures: in all runs together.
+        failures: the number of failures in all runs together.
         best: the interval with the least loss.
         best_error: its standard error.
         marks: that interval, and those that the formulas would choose.
@@ -97,11 +97,11 @@ class Simulation:
     parts_at: float | None
 
     def mark(self, name: str) -> Point:
-        """The one of ``marks`` with this name."""
+        """The mark with this name."""
         return next(mark for mark in self.marks if mark.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
+        """The whole result, as JSON values."""
         return asdict(self)
 
 
@@ -113,7 +113,7 @@ def gaps(
     Args:
         random: the generator to draw from.
         accelerators: their number; each has its own life, new at the start and after each failure.
-        mttf: of one accelerator, in seconds.
+        mttf: mean time to failure of one accelerator, in seconds.
         horizon: seconds that are simulated.
         shape: Weibull shape; 1 is exponential, less means early failures, more means wear.
 
@@ -136,7 +136,7 @@ def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float
     Args:
         lengths: seconds between failures.
         interval: from the start of one checkpoint to the start of the next.
-        cost: seconds of it that are not training.
+        cost: seconds of each interval that are not training.
         away: seconds after a failure, before the first interval, and until its checkpoint is durable.
 
     Returns:
@@ -199,17 +199,17 @@ def simulate(
     shape: float = 1.0,
     others: Sequence[tuple[str, float]] = (),
 ) -> Simulation:
-    """Simulate months of training, find the best interval, and compare it with the formulas'.
+    """Simulate months of training, find the best interval, and compare it with those of the formulas.
 
     Args:
         cost: seconds for which a checkpoint stops training.
-        accelerators: the number that train.
-        mttf_gpu: mean time to failure of one, in seconds.
+        accelerators: the number of accelerators that train.
+        mttf_gpu: mean time to failure of one accelerator, in seconds.
         restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds from when training continues until a checkpoint is durable.
         duration: seconds of each run.
-        runs: their number, at least 10.
-        seed: of the random numbers; the same one gives the same result.
+        runs: the number of runs, at least 10.
+        seed: the seed of the random numbers; the same seed gives the same result.
         shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas assume.
         others: names and intervals, in seconds, to compare as well.
 

@@ -34,7 +34,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> tuple[int, dict[str, Any], list[str]]:
-    """Simulate a job: exit status, document, lines."""
+    """Simulate a job; return exit status, JSON document and lines."""
     if plot is not None:
         from . import plots  # noqa: PLC0415
 

@@ -52,7 +52,7 @@ class Contents:
         return round(self.weights + self.optimizer)
 
     def scaled(self, size: int) -> Contents:
-        """The same proportions in ``size`` bytes."""
+        """The same contents, scaled to ``size`` bytes."""
         by = size / (self.weights + self.optimizer)
         parts = (self.weights, self.optimizer, self.expert_weights, self.expert_optimizer)
         return Contents(*(by * part for part in parts))
@@ -93,8 +93,8 @@ def contents(parameters: int, experts: int, each: tuple[float, float]) -> Conten
     """The contents of a checkpoint of a model.
 
     Args:
-        parameters: of the whole model.
-        experts: the number of these in routed experts.
+        parameters: the number of parameters of the whole model.
+        experts: how many of them are in routed experts.
         each: bytes per parameter, from :func:`bytes_per_parameter`.
     """
     return Contents(*(number * part for number in (parameters, experts) for part in each))
@@ -107,8 +107,8 @@ def checkpoint_bytes(path: AnyPath) -> int:
         path: the checkpoint's directory.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        CheckpointError: it cannot be opened.
+        FileNotFoundError: the checkpoint does not exist.
+        CheckpointError: the checkpoint cannot be opened.
     """
     import fastckpt  # noqa: PLC0415 - a plan from numbers needs no checkpoint
 

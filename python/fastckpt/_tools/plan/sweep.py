@@ -43,7 +43,7 @@ def parse(text: str) -> tuple[str, list[str]]:
         The argument of :func:`plan` and its values.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``text`` has none of these forms.
     """
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")

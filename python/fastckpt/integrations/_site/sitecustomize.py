@@ -1,4 +1,4 @@
-"""Under ``fastckpt run``, each Python process imports this at its start: a framework gets its integration on import.
+"""Installs integrations on import of their frameworks: each Python process of ``fastckpt run`` imports this first.
 
 ``PYTHONPATH`` names this directory. No module of fastckpt is imported before a framework is.
 """

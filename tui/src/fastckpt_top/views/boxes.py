@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 BOXED_WIDTH: Final = 60
 BOXED_HEIGHT: Final = 16
-"""A screen of fewer columns or lines has no boxes: they would take the room of the contents."""
+"""A screen of fewer columns or lines has no boxes, which would take room from the contents."""
 BORDERS: Final = 2
 """Lines of a box's borders."""
 SIDES: Final = 4
-"""Cells of its borders, and of the space within them."""
+"""Cells of a box's borders, and of the space within them."""
 
 
 def boxed(frame: Frame) -> bool:
@@ -42,10 +42,10 @@ def box(
     """Draw a box around lines, or put them below their title if a block of this size gets no box.
 
     Args:
-        frame: Where the characters come from.
+        frame: The source of the characters.
         lines: The contents, of any width: cut or padded to the room from `inside`.
-        title: Stands in the upper border at the left; it is cut where it does not fit.
-        note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
+        title: The text in the upper border at the left; it is cut if it does not fit.
+        note: The text in the upper border at the right; it is left out if it does not fit beside the title.
         width: Cells, borders included.
         height: Lines, borders included.
         foot: The text in the lower border at the left and at the right, by the same rules.
@@ -95,7 +95,7 @@ def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
     """The pieces that fit, in order; from the first that does not fit on, those of lower rank are left out.
 
     Args:
-        pieces: The lower the number, the more it matters; empty ones are left out.
+        pieces: Numbers and texts: the lower the number, the more a text matters; empty ones are left out.
         room: Cells.
         between: The text between two pieces.
     """

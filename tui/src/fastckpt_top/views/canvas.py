@@ -54,7 +54,7 @@ class Canvas(Widget):
 
     @property
     def _palette(self) -> dict[str, str] | None:
-        """Rich styles that replace the theme's; None if the theme's are shown."""
+        """Rich styles that replace those of the theme; None if the theme's styles are used."""
         if not colours.ansi(self.app.theme):
             return None
         return colours.ANSI_DARK if self.app.current_theme.dark else colours.ANSI_LIGHT
@@ -68,17 +68,17 @@ class Canvas(Widget):
         return self._painted
 
     def repaint(self) -> None:
-        """Repaint: the model or the user's choice has changed."""
+        """Repaint after a change of the model or of the user's choice."""
         self._painted = None
         self.refresh()
 
     def restyle(self) -> None:
-        """The theme has changed."""
+        """Repaint after a change of the theme."""
         self._style_cache.clear()
         self.repaint()
 
     def notify_style_update(self) -> None:
-        """Colours are looked up again after a change of the style sheet."""
+        """Look up the colours again after a change of the style sheet."""
         super().notify_style_update()
         self._style_cache.clear()
 
@@ -97,7 +97,7 @@ class Canvas(Widget):
         key = (name, selected)
         style = self._style_cache.get(key)
         if style is None:
-            # Always a style with both colours: Textual's monochrome filter needs them.
+            # A style always has both colours, because Textual's monochrome filter needs them.
             palette = self._palette
             if palette is not None:  # the terminal's own colours cannot be mixed
                 style = Style(bgcolor="default") + Style.parse(palette[name]) + Style(underline=selected)

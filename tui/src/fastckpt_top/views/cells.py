@@ -1,4 +1,4 @@
-"""The cells of rows of ranks and of threads, and the meaning of their words and signs."""
+"""The cells in the rows of ranks and threads, and the meaning of their words and signs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT: Final = 12
 SHORT_WAIT: Final = 7
 """Cells of a wait without its share."""
 TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last": "last"}
-"""In four cells."""
+"""Names of waits in at most four cells."""
 
 STATE_STYLES: Final = {
     **dict.fromkeys(("STALL", "STOP", "STUCK", "DEAD", "FAILED", "ERROR"), "bad"),
@@ -68,8 +68,8 @@ class Figure:
     """The rate that a rank or a thread shows, and its reference.
 
     Attributes:
-        rate: Bytes/s; None unknown.
-        share: The share of the target; None unknown.
+        rate: Bytes/s; None if unknown.
+        share: The share of the target; None if unknown.
         live: Whether it is the current rate, not the operation's average.
         verdict: The verdict on this figure.
     """
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def style(self) -> str:
-        """Its colour, which repeats the mark; past rates are dimmed."""
+        """The figure's colour, which repeats the mark; past rates are dimmed."""
         return VERDICT_STYLES[self.verdict] if self.live else "dim"
 
     @property
@@ -115,13 +115,13 @@ def running_out(row: Row) -> bool:
 
 
 def gb(count: float | None, room: int) -> str:
-    """GB, right-aligned in this many cells, without the decimal if it does not fit."""
+    """A number of GB, right-aligned in `room` cells, without its decimal if that does not fit."""
     words = text.size(count)
     return f"{words if len(words) <= room else words.partition('.')[0]:>{room}}"
 
 
 def percent(fraction: float | None, room: int = PERCENT) -> str:
-    """A percentage, right-aligned in this many cells; a multiple, `45x`, if it does not fit."""
+    """A percentage, right-aligned in `room` cells; a multiple, `45x`, if the percentage does not fit."""
     words = text.percent(fraction)
     if len(words) > room and fraction is not None:
         words = f"{min(int(fraction), 999)}x"
@@ -152,7 +152,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     value = fraction if fraction is not None and math.isfinite(fraction) else 0.0
     first = before if value >= 1 else min(math.floor(value * before + 0.5), before - 1)
     if value > 0 and before > 1:
-        first = max(first, 1)  # a value above 0 shows
+        first = max(first, 1)  # a value above 0 is visible
     beyond = min(round(max(value - 1.0, 0.0) / (SCALE - 1.0) * after), after)
     first = max(first, 0)
     line.add(glyphs.full * first, style).add(glyphs.track * (before - first), "dim")
@@ -190,7 +190,7 @@ def head(frame: Frame, cols: Columns, targets: Collection[float]) -> Line:
 
 
 def spark(values: Sequence[float], cells: int, target: float, glyphs: text.Glyphs) -> str:
-    """The last rates, one a cell, on the scale of the bars."""
+    """The last rates, one per cell, on the scale of the bars."""
     return text.spark(values, cells, SCALE * target, glyphs)
 
 
@@ -203,7 +203,7 @@ def level(fraction: float | None, glyphs: text.Glyphs) -> str:
 
 
 def threads(frame: Frame, row: Row, cells: int) -> Line:
-    """One cell per thread, as high as its share of its target. More threads than cells are grouped by their worst."""
+    """One cell per thread, as high as its share of its target. With too few cells, each shows the worst of a group."""
     line = Line()
     count = len(row.threads)
     shown = min(count, cells)
@@ -216,7 +216,7 @@ def threads(frame: Frame, row: Row, cells: int) -> Line:
 
 
 def _worst(figure: Figure) -> tuple[bool, float]:
-    """Sorts threads: those in error first, then the least share of the target, those without work last."""
+    """The sort key of threads: those in error first, then the least share of the target, those without a share last."""
     return figure.verdict is not Verdict.FAILED, float("inf") if figure.share is None else figure.share
 
 

@@ -21,7 +21,7 @@ ANSI_DARK: Final = {
     "target": "bright_magenta",
     "key": "bold cyan",
 }
-"""Of the 16 colours, on a dark ground; rich's words. `dim` has the ground's own colour: SGR 2 is not everywhere."""
+"""Styles in the 16 colours on a dark ground, in rich's words. `dim` avoids SGR 2, which not all terminals have."""
 ANSI_LIGHT: Final = ANSI_DARK | {
     "title": "bold blue",
     "head": "blue",
@@ -34,7 +34,7 @@ ANSI_LIGHT: Final = ANSI_DARK | {
 }
 """Yellow and the bright colours cannot be read on white."""
 MONO: Final = dict.fromkeys(("strong", "title", "head", "bad", "key"), "bold")
-"""Without colours everything has the text's colour, bad values are bold, and only `dim` is paler."""
+"""Styles without colours: everything has the colour of the text, bad values are bold, and only `dim` is paler."""
 
 
 def ansi(theme: str) -> bool:
@@ -53,6 +53,6 @@ def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool)
 
 
 def choices(themes: Iterable[str], *, sixteen: bool) -> list[str]:
-    """The themes to go through, in order: on a terminal of 16 colours only those that it can show."""
+    """The themes to choose from, in order: on a terminal of 16 colours only those that it can show."""
     every = sorted(themes)
     return [name for name in every if ansi(name)] if sixteen and any(map(ansi, every)) else every

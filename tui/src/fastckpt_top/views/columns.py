@@ -24,8 +24,8 @@ class Column:
         head: The word above it.
         size: Cells, without the blank before it.
         right: Whether it is aligned to the right.
-        least: The fewest cells if there is no room for all; 0 if it needs all.
-        most: The most cells if there is room; 0 if it does not grow.
+        least: The fewest cells if there is no room for all; 0 if the column needs all.
+        most: The most cells if there is room; 0 if the column does not grow.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Columns:
         return found
 
     def head(self, heads: Mapping[str, str | Line]) -> Line:
-        """The head of the list; `heads` stand above some columns instead of their words."""
+        """The head of the list; for some columns, `heads` replace their words."""
         parts: dict[str, Part] = {}
         for name, column in self._every.items():
             word = heads.get(name, column.head)
@@ -91,9 +91,9 @@ class Columns:
         """A line of the list.
 
         Args:
-            mark: Of one cell.
+            mark: A mark of one cell.
             parts: A word and its style, or a piece of a line, of each column that is not left out.
-            sign: In place of the blank before the first column.
+            sign: The text in place of the blank before the first column.
         """
         line = mark.add(sign, "key")
         for name, column in self._every.items():

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Event, Job
 
 EVENT_SHOWN_S: Final = 60.0
-"""How long a warning is shown, seconds."""
+"""Seconds for which a warning is shown."""
 
 
 def keys(frame: Frame) -> Line:
-    """The keys that fit whole. Help is at the end, after a sign if keys are left out, so that users can find all."""
+    """The keys that fit whole. Help comes last, after a sign if keys are left out, so that users can find them all."""
     shown = [(key.sign, key.word) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
     if len(frame.model.jobs) > 1:
         shown.insert(1, ("j", "Next job"))

@@ -1,4 +1,4 @@
-"""The graph: bytes/s written and read over time, on a linear axis from round numbers. Pure."""
+"""The graph: bytes/s written and read over time, on a linear axis with round numbers. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ZOOMS: Final = (60.0, 120.0, 300.0, 600.0)
 _GUTTER: Final = 6
 """Cells of the labels at the axis."""
 _HEADROOM: Final = 1.04
-"""The axis goes a little beyond the target, so that its line is never the upper edge."""
+"""The axis goes a little beyond the target, so that the target's line is never the upper edge."""
 _STEPS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""What labels are multiples of."""
+"""Labels are multiples of one of these numbers times a power of ten."""
 _TIMES: Final = (5, 10, 15, 30, 60, 120, 300)
 _LABELS: Final = 4
-"""So many are wanted beside the 0."""
+"""The wanted number of labels beside the 0."""
 _LEAST: Final = 4e6
-"""Bytes/s that the axis goes to at least, so that its labels keep to their cells."""
+"""Bytes/s to which the axis goes at least, so that its labels fit into their cells."""
 _APART: Final = 12
 """Cells between two times at the axis, at least."""
 
@@ -86,7 +86,7 @@ def plot(
     In each column the lower of the two series is in front, so that the tops of both are visible.
 
     Args:
-        frame: Where the characters come from.
+        frame: The source of the characters.
         written: Bytes/s, one value per column, the newest last.
         read: The same for reads.
         target: The line in bytes/s; 0 for none.

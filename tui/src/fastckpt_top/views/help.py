@@ -92,7 +92,7 @@ def _indent(frame: Frame) -> int:
 
 
 def _section(frame: Frame, name: str, pairs: tuple[tuple[str, str], ...]) -> list[Line]:
-    """Words at the left with their meaning at the right, or below them if there is no room."""
+    """Words at the left, and their meanings at the right, or below them if there is no room."""
     indent = _indent(frame)
     rows = [Line(f" {name}", "title")]
     for word, what in pairs:

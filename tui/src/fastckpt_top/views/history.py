@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Checkpoint, Event
 
 TIGHT: Final = 36
-"""In narrower lists a cell or two are taken from the figures, so that the duration fits."""
+"""In lists narrower than this, the figures have a cell or two less, so that the duration fits."""
 OPTIONAL: Final = ("percent", "took", "when", "size", "peak", "fsync", "p99", "bar", "engines")
 """Columns that may be missing, the most important first."""
 
@@ -52,7 +52,7 @@ def head(frame: Frame, cols: Columns) -> Line:
 
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
-    """The target of an ended operation in bytes/s: its target at the time, else the current one for its GPUs."""
+    """The target of an ended operation in bytes/s: the one at the time, else the current one for its GPUs."""
     if past.target or past.kind in COPIES:
         return past.target
     target = frame.model.node.target

@@ -11,15 +11,15 @@ from fastckpt_top.views.boxes import beside, boxed
 from fastckpt_top.views.paint import Frame, Line, Screen
 
 WIDE: Final = 120
-"""From this width on the history stands beside the ranks."""
+"""From this width on, the history is beside the ranks."""
 HISTORY: Final = (34, 48)
-"""Its cells: at least, and on the widest screens."""
+"""Cells of the history: at least, and on the widest screens."""
 GRAPH: Final = 6
 """Lines of the graph, borders included, where it must make room for the ranks."""
 THREADS: Final = 4
 """With fewer lines the threads of the selected rank are not shown: a head, a thread, and the box."""
 RANKS: Final = 8
-"""The ranks have so many lines before the graph has any."""
+"""The ranks get this many lines before the graph gets any."""
 TINY: Final = 6
 """Below this height there are no keys."""
 

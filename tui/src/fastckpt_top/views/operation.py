@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import NodeOp
 
 LEVELS: Final = {"info": "text", "warn": "low", "bad": "bad"}
-"""Styles of what a sentence or event says."""
+"""Styles of sentences and events, by their level."""
 VERDICT_WORDS: Final = {
     Verdict.GOOD: "OK",
     Verdict.LOW: "NEAR",
@@ -28,7 +28,7 @@ VERDICT_WORDS: Final = {
 _WIDE: Final = 36
 """On narrower screens the sentence has two lines."""
 _NAME: Final = 6
-"""A name of fewer cells says nothing."""
+"""A name cut to fewer cells is useless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Columns:
     """Cells of the text at the left and right of the two bars: the same in both lines, whatever the figures are.
 
     Attributes:
-        left: The work, and its rate.
-        bar: The bars themselves; 0 for none.
-        right: The remaining time, and its reliability.
-        size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with hardly that.
+        left: Cells for the work, and its rate.
+        bar: Cells for the bars themselves; 0 for none.
+        right: Cells for the remaining time, and its reliability.
+        size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with less.
     """
 
     left: int

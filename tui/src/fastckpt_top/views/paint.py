@@ -74,7 +74,7 @@ class Line:
 
     @property
     def plain(self) -> str:
-        """Its text alone."""
+        """The text of the line without its styles."""
         return "".join(content for content, _ in self.parts)
 
 
@@ -86,7 +86,7 @@ class Screen:
 
     @property
     def plain(self) -> str:
-        """The text alone, for tests and text screenshots."""
+        """The text without styles, for tests and text screenshots."""
         return "\n".join(line.plain.rstrip() for line in self.lines) + "\n"
 
 
@@ -104,7 +104,7 @@ class Frame:
         height: Lines.
         status: `live`, or the position of a replay.
         live: Whether live processes are shown, not a recording.
-        frozen: Whether it is frozen while the processes continue.
+        frozen: Whether the screen is frozen while the processes continue.
     """
 
     model: Model
@@ -124,19 +124,19 @@ class Frame:
 
     @property
     def ops(self) -> list[NodeOp]:
-        """Its operations: the running ones, then the last that ended."""
+        """The operations of the visible job: the running ones, then the last that ended."""
         job = self.job
         return [op for op in self.model.ops if job is None or op.job_key == job.key]
 
     @property
     def events(self) -> list[Event]:
-        """Its events, the oldest first."""
+        """The events of the visible job, the oldest first."""
         job = self.job if len(self.model.jobs) > 1 else None
         return [event for event in self.model.events if job is None or event.job in ("", job.key)]
 
     @property
     def main(self) -> NodeOp | None:
-        """Its most important operation now."""
+        """The most important operation of the visible job now."""
         return next(iter(self.ops), None)
 
     def glyph(self, verdict: Verdict) -> str:

@@ -9,7 +9,7 @@ class Prompt(Input):
     """A line for input at the bottom, shown only during input.
 
     Attributes:
-        asking: Whether it is shown.
+        asking: Whether the prompt is shown.
     """
 
     DEFAULT_CSS = """

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 VIEWS: Final = ("live", "threads", "history", "events")
 SORTS: Final = {"worst": "slowest first", "rank": "by rank"}
-"""Orders of the ranks, and what each is called."""
+"""Orders of the ranks, and the name of each."""
 PINNED: Final = 40.0
-"""Rows change places when `Row.worst` of one is so much above that of another over it: a tenth of a target, or of the
-time left, is noise."""
+"""A row moves above another only if its `Row.worst` is greater by more than this: a tenth of a target, or of the time
+left, is noise."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Ui:
         sort: One of `SORTS`.
         filter: Only rows whose rank, pid, job, label, state or engine contains this.
         graph: Whether to show a graph if there is room.
-        help: The help is shown.
+        help: Whether the help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
         interval: Seconds between two looks.
@@ -70,7 +70,7 @@ class Ui:
     def selection(self, rows: list[Row]) -> Row | None:
         """The selected one of the shown rows.
 
-        If its operation ended, another row of its process; the worst row if none was chosen or the chosen one is gone.
+        If its operation ended, this is another row of its process; if no row was chosen or it is gone, the worst one.
         """
         process = self.selected.partition("/")[0]
         for row in rows:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Row
 
 TINY: Final = 4
-"""Of fewer lines none is a head."""
+"""A list of fewer lines than this has no head."""
 TIGHT: Final = 24
-"""On narrower screens a cell is taken from the rate and from its percentage."""
+"""On screens narrower than this, the rate and its percentage have one cell less each."""
 WIDE: Final = 56
-"""From this width on (60 with a box) what holds a rank up has its share beside it."""
+"""From this width on (60 with a box), the cause that delays a rank is shown with its share."""
 LEAD: Final = 5
-"""Rows above a grid, at least."""
+"""The fewest rows above a grid."""
 MOST: Final = 0.6
-"""Share of the screen's height that the ranks ask for at most, unless it takes more to show them all."""
+"""The largest share of the screen's height for the ranks, unless showing them all takes more."""
 OPTIONAL: Final = ("wait", "state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
 """Columns that may be missing, the most important first. Rank, rate and percentage never are."""
 

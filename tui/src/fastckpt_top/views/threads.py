@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Row, ThreadRow
 
 DETAILS: Final = 2
-"""Lines about the rank below its threads, where there is room."""
+"""Lines about the rank below its threads, if there is room."""
 OPTIONAL: Final = ("state", "bar", "p50", "depth", "p99", "tid", "spark")
 """Columns that may be missing, the most important first."""
 
@@ -69,7 +69,7 @@ def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Lin
 
 
 def wanted(frame: Frame, row: Row) -> int:
-    """Lines that a rank needs, borders included."""
+    """Lines that the threads of a rank need, borders included."""
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
