@@ -91,7 +91,7 @@ def test_the_end_of_a_save_with_one_rank_left_is_not_red():
     assert "bad" not in {style for _, style in speed.parts}
     now = speed.plain.split("now")[1].split()[0]
     assert now == text.rate(model.main.rate)
-    assert next(style for content, style in speed.parts if content.strip() == now) == "text", "the current rate is plain"
+    assert next(style for content, style in speed.parts if content.strip() == now) == "text", "the rate is plain"
 
 
 def test_mark_colour_word_bar_and_percentage_judge_the_average(saving):
