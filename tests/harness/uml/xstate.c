@@ -14,7 +14,7 @@
 
 enum { ROOM = 1 << 16, FEATURES = 512, LEAF = 13 };
 
-/* The bits of the features whose registers lie within the first `size` bytes. The result is kept: CPUID is slow in a VM. */
+/* The bits of the features whose registers lie in the first `size` bytes, cached because CPUID is slow in a VM. */
 static uint64_t features_within(size_t size) {
     static uint64_t known;
     static size_t known_for;
