@@ -183,15 +183,15 @@ def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
     parent = tmp_path / "parent"
     parent.mkdir()
     fastckpt.save(numbered(1), parent / "step")
-    # The counters are off: after a false fallocate, access to their page would raise SIGBUS, as never in practice.
+    # The counters are off: after a false fallocate, access to their page would raise SIGBUS.
     options = {"io": engine, "fsize": limit, "nbytes": 1 << 21, "env": {} if fallocate else {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(parent / "step"), index=2, **options)
     child.next()
     if fallocate:
         child.go()
         end = child.outcome()
-    # fallocate returns success without effect: otherwise it, or ftruncate in its place, would fail with EFBIG.
-        # EFBIG.
+    else:
+        # fallocate returns success without effect: otherwise it, or ftruncate in its place, would fail with EFBIG.
         inject = strace.injection("fallocate", "retval=0", "1+")
         with strace.attached(child.pid, tmp_path / "log", "fallocate", inject) as trace:
             child.go()
