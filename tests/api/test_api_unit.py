@@ -377,7 +377,7 @@ def called():
         (40_000, "narrow", slice(1000, 2000)),
         (16, "narrow", (5, slice(3, 7))),
         (0, "narrow", slice(7, 7)),
-        # # A column of short rows is read with the bytes between its elements, a column of long rows without them.
+        # A column of short rows is read with the bytes between its elements, a column of long rows without them.
         (49_999 * 40 + 4, "narrow", (slice(None), 3)),
         (2 * 40, "narrow", slice(None, None, 25_000)),
         (100 * 1000, "wide", (slice(None), slice(7, 1007))),
