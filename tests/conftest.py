@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Drawn tests draw the same values each time, so that a failure comes from the current change. FASTCKPT_TEST_DRAWS=new
 # draws anew, and hypothesis prints how to repeat a draw.
-with contextlib.suppress(ImportError):  # scripts/gpu installs nothing
+with contextlib.suppress(ImportError):  # scripts/gpu installs no packages
     from hypothesis import settings
 
     settings.register_profile("same", derandomize=True)
@@ -82,7 +82,7 @@ def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         atexit.register(_leave, session)
     else:
-        gc.unfreeze()  # libraries complain of remaining objects at the end of the process
+        gc.unfreeze()  # libraries complain about objects that remain at the end of the process
 
 
 def _leave(session):

@@ -191,7 +191,7 @@ assert "tag: a made-up option." in fastckpt.save.__doc__
 def test_an_option_is_added_in_one_file(tmp_path):
     """Add an option to a copy of the package: one line for type checkers, and the option itself.
 
-    Every save takes it, the checkpoint keeps it, and ``info`` shows it.
+    Every save takes the option, the checkpoint records it, and ``info`` shows it.
     """
     package = tmp_path / "fastckpt"
     shutil.copytree(Path(fastckpt.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -456,7 +456,7 @@ def test_into_in_pieces_for_ordinary_tensors(monkeypatch, tmp_path, engine):
 
 
 def test_names_of_deep_values_do_not_pile_up():
-    """Each of 1,000 levels holds a value: their names together are 100 MB."""
+    """Each of 1,000 levels holds a value, and the names of all values together have 100 MB."""
     tokens: list[object] = []
     for _ in range(1000):
         tokens += [["dict", 2], "a" * 200]

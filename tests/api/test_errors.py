@@ -648,7 +648,7 @@ def test_newer_version_is_not_overwritten_in_ignorance(damaged):
 
 
 def test_damaged_checkpoint_can_be_saved_over(damaged):
-    """A run that resumes from an older step must be able to write this one again."""
+    """A run that resumes from an older step must be able to save over a damaged checkpoint of a later step."""
     path, _, body = damaged
     (path / body["shards"][0]["file"]).unlink()
     fastckpt.save(numbered(1), path)

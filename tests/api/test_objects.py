@@ -70,7 +70,7 @@ def states(training):
 @pytest.mark.parametrize("steps", [0, 1, 5], ids=["fresh", "one", "five"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(tmp_path, name, steps):
-    """As with torch.load and load_state_dict, whatever the optimizer held before."""
+    """Training continues as after torch.load and load_state_dict, whatever the optimizer held before."""
     trained = everything(name)
     fastckpt.save(states(trained), tmp_path / "c")
     torch.save(states(trained), tmp_path / "t")

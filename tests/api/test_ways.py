@@ -255,7 +255,7 @@ def test_settings_for_measurements_are_checked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "direct"])
 def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
-    """The kernel takes 1,024 stretches at once; a block of 64 MiB may have more."""
+    """A call takes at most 1,024 ranges of memory, and a block of 64 MiB may have more."""
     if engine != "threads":
         needs.ring()
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 * MIB))

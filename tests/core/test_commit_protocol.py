@@ -285,7 +285,7 @@ def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, hos
 
 @pytest.mark.root
 def test_saver_of_a_container_that_has_not_locked_its_manifest(children, parent, tmp_path):
-    """Such a saver looks dead from outside. It makes removed files again."""
+    """Another machine takes this saver for dead and removes its files, which the saver makes again."""
     with machines.machine(tmp_path, "trainer", boot=False) as container:
         two_machines.swept_before_its_lock((container, parent), (children, parent), tmp_path)
 

@@ -430,7 +430,7 @@ NUMBERS = number_cases()
 
 #: Other ends of ways that are allowed if load() raises CorruptCheckpointError. verify ignores the structure.
 ALSO = {"into": {"StructureMismatchError"}, "strided": {"StructureMismatchError"}, "keys": {"KeyError"}}
-#: The ways that read the same as load().
+#: The ways that read the same things as load().
 ALIKE = tuple(way for way in ways.WAYS if way != "verify")
 
 

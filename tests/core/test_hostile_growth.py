@@ -328,7 +328,7 @@ def _unknown(body, tensor):
     body["unknown"] = tensor["unknown"] = [[]] * 1_000_000
 
 
-#: The other members; tests above have the structure.
+#: Members other than the structure, which tests above change.
 MEMBERS = {
     "options": (_options, "CorruptCheckpointError"),
     "tensors": (_tensors, "loaded"),

@@ -1,4 +1,4 @@
-"""The commit protocol between two clients of a real NFSv4.2 server (docs/format.md, 6): see :mod:`two_machines`."""
+"""The commit protocol between two clients of a real NFSv4.2 server (docs/format.md, 6): :mod:`harness.two_machines`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 
 try:
     import anycrc  # type: ignore[import-untyped]
-except ImportError:  # scripts/gpu installs nothing
+except ImportError:  # scripts/gpu installs no packages
     anycrc = None
 
 NAME = "fastckpt.json"

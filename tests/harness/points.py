@@ -44,7 +44,7 @@ DRAIN, FETCH = "fastckpt._manager.drain:copy_checkpoint", "fastckpt._manager.rem
 #: The seconds for which the first process waits for files that others copy.
 PATIENCE = "fastckpt._copy.shares:PATIENCE"
 #: A manager removes an older checkpoint, or all that no policy keeps; it begins, resumes or abandons copies, and waits
-#: for the completion of a `with` block.
+#: for its background work.
 REMOVE, RETENTION = "fastckpt._manager.directory:remove", "fastckpt._manager.tier:Tier.clear"
 BEGIN_DRAIN, RESUME_DRAIN = "fastckpt._manager.drain:Drain.start", "fastckpt._manager.drain:Drain.resume"
 LEAVE_DRAIN = "fastckpt._manager.drain:Drain.leave"

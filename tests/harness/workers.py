@@ -75,7 +75,7 @@ def serve(path: str, arguments: Sequence[str]) -> None:
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
-    """Be the interpreter that xdist requested."""
+    """Act as the interpreter that xdist requested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, each in enumerate(streams):

@@ -67,7 +67,7 @@ def ending(status: int) -> str:
 
 
 class Channel:
-    """JSON lines over a socket, both ways."""
+    """A channel of JSON lines over a socket, in both directions."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -47,8 +47,7 @@ def test_an_extent_changes_its_owner_only_between_pieces_in_place(lasting, tmp_p
             assert (point / "c" / name).read_bytes() == alone, "the files equal those of one process"
         assert seen == extents
         if aggregate == "off":
-            # Each rank has pieces in each extent, except perhaps in the last. How often it returns to an extent is
-            # chance.
+            # Each rank has pieces in each extent, except perhaps in the last. How often it returns there is chance.
             assert grants >= RANKS * (extents - 1)
             assert writes >= 100 * RANKS
             continue

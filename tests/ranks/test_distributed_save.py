@@ -57,7 +57,7 @@ def save(topology, path, how):
 
 
 def _spoil(state):
-    """Change all tensors, as the next step of training does."""
+    """Change all tensors, as the next training step does."""
     for part in (state["model"], *state["optimizer"]["state"].values()):
         for value in part.values():
             getattr(value, "_local_tensor", value).detach().fill_(7)

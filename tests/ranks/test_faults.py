@@ -1,8 +1,8 @@
 """A rank is killed or stopped at any step of a save or load: all others get an error in time, the old checkpoint or the
 new one is whole, and the next save works.
 
-A rank strikes itself at a named call, so nothing depends on who is faster. Trials spend their time waiting for a
-deadline, so many run at once.
+A rank strikes itself at a given call, so no race decides a trial. Trials spend most of their time waiting for a
+timeout, so many run at once.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
 
 @pytest.mark.parametrize("busy", [0, 1, 39])
 def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
-    """Ranks that have posted send no more heartbeats, and do not count as silent."""
+    """Ranks that have sent their message send no more heartbeats, and do not count as silent."""
     one = job(40)
     one.work = {(0, busy): 900.0}
     run(one)

@@ -144,7 +144,7 @@ def one_run_with_losses(seed, **options):
 
 
 def one_run_with_cuts(seed, **options):
-    """The store does not answer some ranks for a while, short or long."""
+    """The store does not answer some ranks for a short or a long time."""
     job = drawn(seed, 3, sizes=(2, 100), **options)
     draw = job.world.draw
     cut = draw.sample(range(job.size), min(job.size, draw.choice((1, 2, 100))))
@@ -407,7 +407,7 @@ class Forgiving(protocol.Turn):
 
 
 class Hasty(protocol.Turn):
-    """The coordinator decides without asking the register."""
+    """The coordinator decides without a check of the register."""
 
     def _decide(self, joined, *how):
         verdict = yield from super()._decide(joined, *how)

@@ -97,7 +97,7 @@ def numbered(*shape):
 
 
 def held(value: DTensor, full: torch.Tensor, rank: int | None = None) -> Spread:
-    """The description of a DTensor, after a comparison with its memory."""
+    """The description of a DTensor, which is first compared with the DTensor's memory."""
     rank = dist.get_rank() if rank is None else rank
     spreads = Spreads(range(dist.get_world_size()), rank)
     describe_one = spreads.describe_of(type(value))

@@ -34,7 +34,7 @@ def end(children):
 
 
 def demo(seconds_into=0.0, model=None, sinks=()):
-    """A live session of the demonstration, with a manual clock."""
+    """A manual clock, and a live session of the demonstration with this clock."""
     clock = Clock()
     source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
     return clock, Live(source, model or Model(), list(sinks))

@@ -10,7 +10,7 @@ from producer import BASES, LAYOUT
 
 MB = 10**6
 SLOW = 20_000
-"""Bytes/s at which a save of megabytes outlasts every look."""
+"""The bytes/s at which a save of megabytes lasts longer than any test looks at it."""
 WRITE, DRAIN = 3, 10
 """Phases from docs/telemetry.md, section 5.3."""
 
@@ -103,7 +103,7 @@ class Process:
 
 
 class Play:
-    """Plays jobs, and keeps the events."""
+    """Plays jobs, and records the events."""
 
     def __init__(self, children, place, directory, rng):
         self._children, self._place, self._directory, self.rng = children, place, directory, rng

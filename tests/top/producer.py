@@ -1,6 +1,6 @@
 """A producer of segments based only on docs/telemetry.md: it takes each offset from the page's tables.
 
-As a program it saves a checkpoint that does not exist: ``python producer.py DIR --rank 0 --rate 1e9 --total 2e10``.
+Run as a program, it pretends to save a checkpoint: ``python producer.py DIR --rank 0 --rate 1e9 --total 2e10``.
 """
 
 from __future__ import annotations

@@ -504,7 +504,7 @@ def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monke
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["--demo", *options]) == 0
     assert seen == [wanted]
-    # Mutant: the handler stays, and the next SIGTERM ends a calling program like Ctrl-C.
+    # Mutant: the handler stays installed, so that a later SIGTERM ends the calling program like Ctrl-C.
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -109,7 +109,7 @@ def test_reading_8_segments_takes_few_calls(place):
 
 
 def test_a_first_look_at_many_operations_takes_calls_in_proportion():
-    """As with ``--all-users`` on a node with the segments of dead processes, each of which saved to its own path."""
+    """With ``--all-users``, a node may have segments of many dead processes, each of which saved to its own path."""
 
     def calls_of(count):
         ranks = [Rank().op(end=0.5).named(f"step-{each}").of(job=f"job-{each}", pid=each) for each in range(count)]

@@ -41,7 +41,7 @@ for line in sys.stdin:
         print(report.bytes, flush=True)
 """
 SLOW = 20_000
-"""Bytes/s at which a save of 4 MB outlasts every look."""
+"""The bytes/s at which a save of 4 MB lasts longer than any test looks at it."""
 
 
 class Saver:
@@ -103,7 +103,7 @@ def died(place, one, path):
 
 
 def series(page, name):
-    """Job, rank and value of each sample of a metric."""
+    """The job, the rank and the value of each sample of a metric."""
     families = text_string_to_metric_families(page)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sorted((sample.labels["job_name"], sample.labels["rank"], sample.value) for sample in samples)

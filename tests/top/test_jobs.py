@@ -86,7 +86,7 @@ def test_jobs_that_run_come_first_and_those_that_are_over_stay_newest_first():
 
 
 def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
-    """As on a machine where a test suite kills hundreds of processes."""
+    """A test suite on the machine may have killed hundreds of processes."""
     dead = [Rank(0).of(job="-c", launch=1 + index % 3, rank=-1, pid=100 + index) for index in range(121)]
     for index, one in enumerate(dead):
         one.op(GB, start=index / 100, slot=index % 5).thread(0, last_progress_mono_ns=int(2e9))

@@ -1,6 +1,6 @@
 """Drawn histories of jobs, played by real processes: the monitor's outputs agree with the saves' reports.
 
-The gate plays each fifth of them; ``FASTCKPT_TEST_RUNS=all`` plays all.
+The gate plays every fifth history; ``FASTCKPT_TEST_RUNS=all`` plays all.
 """
 
 from __future__ import annotations
