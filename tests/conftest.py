@@ -77,8 +77,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """End workers, and a process that only collected, without freeing torch and the collected tests: that takes an
-    interpreter seven seconds."""
+    """End workers, and a process that only collected, without freeing torch and the collected tests, which takes
+    an interpreter seven seconds."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         atexit.register(_leave, session)
     else:

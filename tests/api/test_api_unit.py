@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     [
         (3 * GB, 3 * GB, 0, False),
         (3_700_000_000, 3_700_000_000, 0, True),
-        # Small tensors may get memory that the process has freed.
+        # Small tensors may get memory that the process already has.
         (5 * GB, 3 * GB, 0, True),
         (5 * GB, 5 * GB, 1, True),
     ],
@@ -480,7 +480,7 @@ def test_dtype_that_this_torch_lacks(tmp_path, monkeypatch):
 
 
 def test_a_cast_takes_ranges_as_they_come():
-    """Ranges come in any order, cut anywhere, and some twice, as blocks do that are read again after an error."""
+    """Ranges come in any order, with any ends, and some twice, like blocks that are read again after an error."""
     from fastckpt._tensors import memory as _memory
 
     chance = random.Random(0)

@@ -309,7 +309,7 @@ def test_verify(path):
 
 
 def shard_descriptors(of="self"):
-    """Paths of the shards of which this process has a descriptor."""
+    """The paths of the shards that a process has open."""
     names = []
     for entry in Path(f"/proc/{of}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor with which listdir read the directory

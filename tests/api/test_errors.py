@@ -460,8 +460,8 @@ def refuses_to_load(path, *mentions, kind=CorruptCheckpointError):
 
 
 def test_flipped_bits_in_data_are_all_found(damaged):
-    """A flip in the first or last byte of any extent is found, in every block of a tensor, also where small tensors
-    share one."""
+    """A flip in the first or last byte of any extent is found, in every block of a tensor, even if small tensors
+    share the block."""
     path, _, body = damaged
     for tensor in body["tensors"]:
         file = body["shards"][tensor["shard"]]["file"]

@@ -215,7 +215,7 @@ def test_no_warning_of_a_class_that_is_left_out(tmp_path, monkeypatch, recwarn):
     assert not recwarn.list
 
 
-# --- errors
+# Errors.
 
 
 def test_patterns_that_do_not_fit(tmp_path, way):

@@ -365,4 +365,4 @@ def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
     fastckpt.save(state, tmp_path / "d", files=small)
     assert not (tmp_path / "d" / "model.safetensors").exists()
     for name in "cd":
-        fastckpt.remove(tmp_path / name)  # which it refuses if the directories hold files of others
+        fastckpt.remove(tmp_path / name)  # raises if another program's files are left

@@ -30,7 +30,7 @@ def child(code, *options):
 def test_import_time(record_property):
     """The import takes less CPU time than NumPy's; the milliseconds are only reported.
 
-    It takes half of NumPy's time, and up to four fifths on a machine whose cores run ten processes each. The test
+    It takes half of NumPy's time, and up to four fifths on a machine with ten other processes per core. The test
     compares the fastest rounds of both, and runs more rounds while the import seems too slow.
     """
     code = (

@@ -175,7 +175,7 @@ def test_extra_state_that_only_one_side_has(tmp_path, there):
 
 
 class Packed(torch.nn.Module):
-    """A module whose state has a value that is no tensor of the module, such as a quantised weight's parameters."""
+    """A module whose state has a value that is no tensor of the module, like the packed form of a quantised weight."""
 
     def __init__(self, value):
         super().__init__()

@@ -26,7 +26,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def fine_tune(rows=50):
-    """A state of 4 kB for each row, of which training changes one percent."""
+    """A state of 4 kB for each row. Training changes one percent of the state."""
     frozen = {f"layers.{index}.weight": torch.full((rows, 100), float(index)) for index in range(10)}
     return {
         "model": {**frozen, "head.weight": torch.zeros(rows, 5)},

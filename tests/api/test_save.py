@@ -116,7 +116,7 @@ def test_sizes_take_units(shard_size, tmp_path):
 
 
 def test_the_checkpoint_tells_what_was_left_out(tmp_path):
-    """The checkpoint records the patterns of exclude=: it escapes unsafe characters, and cuts long patterns."""
+    """The checkpoint records the patterns of exclude=, with unsafe characters escaped and long patterns cut."""
     state = {"a": 1, "b\n": 2, "c": 3, "d": {"e" * 300: 4}}
     fastckpt.save(state, tmp_path / "c", exclude=["b\n", "[c]"])
     assert fastckpt.open(tmp_path / "c").origin.options == {"exclude": "b\\n, [c]"}
@@ -132,7 +132,7 @@ URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("as_path", [str, pathlib.Path, os.fsencode])
 def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
-    """A save refuses a URL even if makedirs() has made a directory ``s3:``, where no user would look for it."""
+    """A save refuses a URL even if makedirs() has made a directory ``s3:``, where nobody looks for a checkpoint."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path(url).parent.mkdir(parents=True)
     given = as_path(url)

@@ -226,7 +226,7 @@ def test_many_tensors_that_lose(tmp_path):
     assert "'w1', 'w2', 'w3', ...; give" in other
 
 
-# --- the moment at which a cast reads its tensor
+# The moment at which a cast reads its tensor.
 
 
 def test_a_save_in_the_background_casts_what_was_there_at_the_call(tmp_path):

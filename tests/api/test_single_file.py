@@ -221,7 +221,7 @@ def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
 
 @pytest.mark.parametrize("message", ["can't start new thread", "cannot schedule new futures after shutdown"])
 def test_without_threads_the_caller_writes(parent, data, monkeypatch, message):
-    """Threads are lacking when the interpreter exits. Mutant: a block still queued is written twice, or never."""
+    """No thread can start while the interpreter exits. Mutant: a block still queued is written twice, or never."""
     queued = []
 
     def submit(pool, *call):
@@ -255,7 +255,7 @@ fastckpt.open_write(sys.argv[1]).discard()
 
 
 def test_a_discard_ends_a_write(parent, data):
-    """Another thread or a signal handler discards. Mutant: the write waits for blocks that no thread copies."""
+    """A thread or a signal handler discards the file. Mutant: the write waits for blocks that no thread copies."""
     for nbytes in (3 << 16, len(data)):  # as many blocks as fit into memory, and more
         file = fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1, bandwidth_limit="100kB"))
         ended = []
@@ -346,7 +346,7 @@ def test_a_full_disk_is_an_error_and_the_old_file_stands(data):
         assert raised.value.errno == errno.ENOSPC
         assert (point / "file").read_bytes() == b"old"
         assert [name for name in names(point) if name != "lost+found"] == ["file"]
-        # The file fits, although an allocation ahead would not.
+        # The file fits, although the preallocation would not.
         write(point / "file", data[:BLOCK])
         assert (point / "file").read_bytes() == data[:BLOCK]
 

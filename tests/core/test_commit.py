@@ -759,7 +759,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_two_savers_on_one_path(children, parent, existing):
-    """The winner is whole, a loser gets a clear error, and no saver sweeps a living saver's workspace."""
+    """The checkpoint is whole, failed saves raise clear errors, and no saver sweeps a living saver's workspace."""
     path = parent / "step"
     nbytes = 1 << 19
     if existing:

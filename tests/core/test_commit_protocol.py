@@ -285,7 +285,7 @@ def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, hos
 
 @pytest.mark.root
 def test_saver_of_a_container_that_has_not_locked_its_manifest(children, parent, tmp_path):
-    """Another machine takes this saver for dead and removes its files, which the saver makes again."""
+    """From outside the container, the saver looks dead, and its files are removed: it makes them again."""
     with machines.machine(tmp_path, "trainer", boot=False) as container:
         two_machines.swept_before_its_lock((container, parent), (children, parent), tmp_path)
 

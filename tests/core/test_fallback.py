@@ -1,4 +1,4 @@
-"""If io_uring or direct I/O is refused, everything still works, and reports show the fallback.
+"""If io_uring or direct I/O is refused, everything still works, and reports show the fallback (docs/design.md).
 
 The tests use real refusals: seccomp filters, resource limits of an ordinary user, and file systems without O_DIRECT.
 """

@@ -1,5 +1,5 @@
-"""Malicious checkpoints, forged behind a correct checksum, so that no load refuses them for
-the wrong reason.
+"""Malicious checkpoints, forged behind a correct checksum, so that no load refuses them for the wrong reason. What is
+promised for any file is in SECURITY.md.
 
 Every way to load (:mod:`harness.ways`) refuses each of them, with fastckpt's own error, in under two seconds of CPU
 time, in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening
@@ -294,8 +294,8 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
     assert not [call for call in calls if call.name in ("execve", "connect")]
     opened = [call.opened() for call in calls if call.ok and call.name.startswith("open")]
     assert any(name.startswith(f"{control}/") for name in opened), "strace did not see the opens"
-    # Opens are allowed in the checkpoints, for what the runtime reads about the machine, its page of counters, and
-    # Python's modules.
+    # A load may open only files of the checkpoints, what the runtime reads about the machine, its page of counters,
+    # and Python's modules.
     runtime = (
         "/proc/",
         "/sys/",

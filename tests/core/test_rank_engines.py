@@ -787,7 +787,7 @@ SHARED = [(3, 200_003), (5, 90_001), (8, 100_003), (235_611, 2)]
 
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
-    """Tensors with fewer, as many or more rows than ranks, among empty tensors at the same offsets, load rightly."""
+    """Tensors load rightly with fewer rows than ranks, as many, or more, even at the offset of empty tensors."""
     dice = random.Random(seed)
     drawn = dice.sample(EMPTY, dice.randint(1, len(EMPTY))) + dice.sample(UNEVEN, dice.randint(1, len(UNEVEN)))
     drawn.append(dice.choice(SHARED))

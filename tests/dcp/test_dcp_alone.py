@@ -370,7 +370,7 @@ def test_a_state_may_change_once_it_is_staged(tmp_path):
 
 
 class Held(DefaultSavePlanner):
-    """A writer that holds its save until the next save is requested."""
+    """A planner that holds its save until the next save is requested."""
 
     def __init__(self, go):
         super().__init__()

@@ -420,7 +420,7 @@ def test_a_refusal_of_a_tensor_of_several_changes_nothing(tmp_path, saved):
 
 
 class Larger(DefaultLoadPlanner):
-    """A planner that gives a tensor with more rows than it requests, under another key."""
+    """A planner that gives a tensor with more rows than are requested, under another key."""
 
     def create_local_plan(self):
         plan = super().create_local_plan()
@@ -439,7 +439,7 @@ def test_a_tensor_of_other_sizes_is_refused_by_its_key_in_the_state(tmp_path, sa
 
 
 class OutOfMemory(torch.Tensor):
-    """A planner that has no memory for a copy."""
+    """A tensor whose copy raises an error for lack of memory."""
 
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 

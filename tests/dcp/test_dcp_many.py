@@ -11,7 +11,7 @@ from harness import limits
 TENSORS = 40
 #: Bytes of all values in the form in which a rank sends them.
 VALUES = ranks_dcp.VALUES * len("[\"values.00\", 0, [\"[['list',2],0,'value']\", []]]")
-#: Bytes that a rank sends for the stages' values with a tensor: a digest of each value, and of its tensors.
+#: Bytes that a rank sends for the stages' values with a tensor: a digest of each value, and one of its tensors.
 STAGES = ranks_dcp.STAGES * (
     len('["stages.0", 0, ["[[tuple,2],0,[tensor,0]]", [["1", "float32", [2], null]], "", ""]]') + 128
 )

@@ -1,4 +1,4 @@
-"""The ``.metadata`` beside the manifest: other tools find the checkpoint by it, but do not read values by it."""
+"""The ``.metadata`` beside the manifest: other tools find the checkpoint by it, but read no values through it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_it_lives_and_goes_with_its_checkpoint(saved, tmp_path):
 
 
 def test_a_run_lets_it_go_with_its_checkpoint(tmp_path):
-    """Retention and ``prune`` remove it, even if the run records ``files=``. Mutant: a second list of our files."""
+    """Retention and ``prune`` remove ``.metadata``, even beside ``files=``. Mutant: a second list of our files."""
     for name in ("step-1", "step-2"):
         about = {"lineage": {"order": int(name[-1]), "forks": [], "files": ["config.json"]}}
         writer = Writer(tmp_path / name, files={"config.json": "{}"}, metadata=about)

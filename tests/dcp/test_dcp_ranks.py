@@ -90,7 +90,7 @@ def load(topology, path, io="auto"):
     ]
 
 
-# The report of this rank's last load.
+# The reports of this rank's loads.
 report = []
 
 
@@ -460,7 +460,7 @@ def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(f
 
 
 def save_one_memory_twice(path):
-    """Save on halves of the ranks tensors of one memory, spread over two meshes in which parts swap places."""
+    """Save tensors that share memory on half of the ranks; their two meshes have the ranks in different orders."""
     first = dist.new_group([0, 1])
     own = torch.arange(4.0) + 10 * (dist.get_rank() % 2)
     state = {}

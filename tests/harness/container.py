@@ -30,7 +30,7 @@ GIB, MIB = 1 << 30, 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 INIT = Path(__file__).with_name("container_init.py")
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
-#: An arbitrary user id, as in some images. The limit of locked memory counts a user's processes on the whole machine,
+#: An arbitrary user id, as in some images. The limit of locked memory holds for a user on the whole machine,
 #: so each process that runs tests uses another id.
 USER = 40_000 + os.getpid() % 20_000
 

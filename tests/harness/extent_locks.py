@@ -4,8 +4,8 @@
 Writes to a file are direct, and several processes may write at once. Each extent of ``EXTENT`` bytes has one owner at a
 time, a process. A write of another process changes the owner, which takes ``GRANT`` seconds; writes of the extent that
 come meanwhile wait for it. Each write and sync takes ``LATENCY`` seconds more, and several run at once. For a line on
-standard input it prints its counts as JSON: for each file name, and its last file, how often extents
-were granted, how many extents that were, and the number of writes.
+standard input it prints counts as JSON, by file name, of the last file of that name: how often extents were granted,
+how many extents these were, and the number of writes.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Tree:
         # The thread whose request is being handled, and the time.monotonic() from which the reply may be sent.
         self.thread = 0
         self.ready = 0.0
-        # The time at which all waiting replies may have been sent.
+        # From this time on, all waiting replies may be sent.
         self.latest = math.inf
         self.make(stat.S_IFDIR | 0o777, b"/")
 

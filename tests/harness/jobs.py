@@ -324,7 +324,7 @@ def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options:
 
 
 def write_file(channel: Channel, *, path: str, fill: int, nbytes: int, io: str = "auto", user: bool = False) -> None:
-    """Wait for the command, then write ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``, if asked as ``user``."""
+    """Wait for the command, then write ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``, optionally as ``user``."""
     if user:
         drop_privileges()
     channel.send({"report": "ready"})
@@ -447,7 +447,7 @@ def look_until_told(
 
 
 def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[list[str]]:
-    """Load several checkpoints in one process, each on command; return the end of each load in each way."""
+    """Load several checkpoints in one process, on command; return the end of each load in each way."""
     channel.send({"report": "ready"})
     channel.receive()
     ends = []

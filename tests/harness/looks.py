@@ -21,7 +21,7 @@ class Subprocess:
 
 
 def least() -> dict[str, int]:
-    """The limits for the child in this process, which a test may have lowered."""
+    """The current limits for the child, which a test may have lowered."""
     return {"memory": limits.of("bytes of a look"), "seconds": limits.of("seconds of a look")}
 
 
@@ -38,6 +38,6 @@ def forked() -> Iterator[None]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return subprocess.CompletedProcess(command, status, b"", b"")
 
-    # Only this module's `subprocess` is replaced, not the functions that others use.
+    # Only fastckpt's name `subprocess` is replaced, not the functions that others use.
     with points.replaced(points.LOOK, lambda _: Subprocess(run)):
         yield

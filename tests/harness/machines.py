@@ -30,7 +30,7 @@ def command(host: str, boot: str = "-", *, pids: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def machine(directory: Path, host: str, *, boot: bool = True, pids: bool = True) -> Iterator[zygote.Zygote]:
-    """Children on a machine of that name; ``boot`` gives it a boot id, and ``pids`` a PID namespace."""
+    """Children on a machine of that name; ``boot`` gives it its own boot id, and ``pids`` a PID namespace."""
     needs.root()
     given = "-"
     if boot:

@@ -28,7 +28,7 @@ class Pair:
         return [self.running.enter_context(machines.machine(self.logs, name)) for name in self.names]
 
     def replace(self) -> None:
-        """Close a machine, even if a failed scenario has left a process that does not answer."""
+        """Replace the machines: a failed scenario may have left a process that does not answer."""
         with contextlib.suppress(Exception):
             self.running.close()
         self.children = self._start()

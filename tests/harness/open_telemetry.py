@@ -60,7 +60,7 @@ def parent(span):
 
 @contextlib.contextmanager
 def listening():
-    """An SDK that receives the spans of this process during the ``with`` statement, as if none had been set before."""
+    """An SDK that records the work of this process during the ``with`` statement, as if none had been set before."""
     before, export._told = (open_telemetry._exporter, export._told), False
     made = Sdk()
     try:

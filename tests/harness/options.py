@@ -38,6 +38,6 @@ def _made(argument: str, short: Any, found: dict[str, Any]) -> Any:
         return fastckpt.Registry(**found)
     record: Any = {"io": fastckpt.IO, "files": fastckpt.Files}.get(argument)
     if record is None:
-        # This module imports torch.
+        # fastckpt.distributed imports torch.
         record = fastckpt.distributed.Ranks
     return record(**found) if short is None else record(short, **found)

@@ -149,7 +149,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
 
     parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
     if tied:
-        # Both share their rows; a plan for the head would give the same placement.
+        # The two layers share their rows, and the plan for the head gives the same placement.
         model.head.weight = model.embed.weight
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         model.head.weight = model.embed.weight

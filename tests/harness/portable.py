@@ -1,6 +1,6 @@
 """Makes fastckpt in this process read with the portable reader, as on a laptop, and save with the compiled core.
 
-``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests of reading so.
+``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests in this way.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def whole(ranks: Sequence[int] | None = None) -> Spread:
 
 
 def chunk(indices: np.ndarray, count: int, index: int) -> np.ndarray:
-    """The ranges into which ``torch.chunk`` divides a dimension."""
+    """One chunk of the indices, as ``torch.chunk`` makes ``count`` of them."""
     length = -(-len(indices) // count)
     return indices[index * length : (index + 1) * length]
 

@@ -233,7 +233,7 @@ def end_of(model, optimizer, schedule):
 
 
 def pipeline(folder):
-    """Save two stages that read the same rows, and load them into others; return whether they agree, rows and step."""
+    """Save two stages that read the same rows, and load them into others; return (equal, (rows, step))."""
     ends = []
     for trained in (True, False):
         model, optimizer = parallel.build("pipeline", trained=trained)

@@ -193,7 +193,7 @@ def stopped_between_two_renames(one, two, logs):
 
 
 def aside_meanwhile(one, two, logs):
-    """A checkpoint that was moved aside vanishes while another machine's saver examines it; then it checks again."""
+    """A checkpoint that was moved aside vanishes while another machine's saver examines it; the saver checks again."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call = second_rename(one, logs)

@@ -93,7 +93,7 @@ def test_ranks_save_and_load(forge, tmp_path, spread, io):
 
 
 def step_at_once(path):
-    """A step on the device changes the tensors in stream order, before their copies have begun."""
+    """Change tensors after a step on the device, while their copies have not begun: streams keep the order."""
     given = state(True, empty=False)
     del given["columns"]  # the stand-in makes this tensor contiguous on the host
     distributed.save_async(given, path).result(60)  # from now on the memory is pinned

@@ -103,7 +103,7 @@ def test_a_step_waits_for_the_copy_and_for_nothing_else(two, tmp_path):
 
 
 def step_after_a_failure(path):
-    """Let the copy fail while an earlier save is being written; return whether this has ended after a step."""
+    """Let the copy fail while an earlier save is being written; return whether a step waits for it."""
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
@@ -201,7 +201,7 @@ def test_to_cancel_the_copy_on_one_rank_fails_the_save_on_all(two, tmp_path):
 
 
 def train(path, reshards):
-    """Save between two FSDP steps, and train on during the copy; return whether weights changed, and wrong ones."""
+    """Save between two FSDP steps, and train on during the copy; return if weights changed, and which are wrong."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))

@@ -150,7 +150,7 @@ def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(f
 
 
 def plain_saves(path: str, odd: int) -> list[str]:
-    """Make three indistinguishable saves, with one rank that misses the second and comes with its next at its end."""
+    """Make three indistinguishable saves; one rank misses the second, and makes the third when that has failed."""
     told = []
     for number in range(3):
         dist.barrier()
@@ -295,7 +295,7 @@ def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
 
 
 def late_with_a_step(path: str) -> list[str]:
-    """Make a save to which one rank is late, and save its step again: no rank is out of step."""
+    """Save a step to which one rank comes late, and save the step again: no rank is out of step."""
     told = []
     for step, timeout in ((0, LONG), (1, 2.0), (1, LONG), (1, LONG)):
         if timeout < LONG and dist.get_rank() == 1:

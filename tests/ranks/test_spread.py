@@ -256,7 +256,7 @@ def test_ranks_are_those_in_the_group(forge):
     assert sorted(found[1][0].ranks) == [0, 1]
 
 
-# --- the stored form of a DTensor
+# The stored form of a DTensor.
 
 
 def mesh_of_one():

@@ -256,7 +256,7 @@ def spreads(draw: st.DrawFn, size: int, dims: int) -> Spread:
         chosen = [(draw(st.sampled_from(kinds)), draw(st.integers(0, max(0, dims - 1)))) for _ in mesh]
         placements = []
         for at, (kind, dim) in enumerate(chosen):
-            # As in torch's FSDP over tensor parallelism, the factor is the number of pieces of later cuts.
+            # As in torch's FSDP over tensor parallelism, the factor counts the pieces of later cuts of `dim`.
             later = zip(chosen[at + 1 :], mesh[at + 1 :], strict=True)
             factor = math.prod(count for (other, of), count in later if other != "replicate" and of == dim)
             strided = kind == "strided" and factor > 1

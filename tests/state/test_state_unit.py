@@ -332,7 +332,7 @@ class Default(collections.defaultdict):
 
 
 def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
-    """Such a type is ``defaultdict`` from Python 3.12 on."""
+    """From Python 3.12 on, ``defaultdict`` is such a type."""
     monkeypatch.setattr(structural, "_HEAP", collections.defaultdict.__flags__)
     fastckpt.save(Default(list, a=[1]), tmp_path / "c")
     assert fastckpt.load(tmp_path / "c", registry=Registry(Default)).default_factory is list

@@ -450,7 +450,7 @@ def test_a_package_that_is_missing_makes_its_types_unknown(tmp_path, monkeypatch
         assert fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain")) == {"d": "1"}
 
 
-# --- values with their own state
+# Values with their own state.
 
 
 def test_objects_with_a_state_are_stored_as_that(tmp_path):

@@ -115,7 +115,7 @@ class Play:
         return self._count
 
     def job(self, name, world=1):
-        """Add a job with a launcher of its own."""
+        """Add a job with its own launcher."""
         self.jobs.append(Job(name, 1000 + len(self.jobs), world))
         return self.jobs[-1]
 

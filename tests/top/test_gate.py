@@ -123,7 +123,7 @@ def test_the_dead_of_another_launch_hide_no_job_and_are_named_where_the_others_a
     shown = top("--once").stdout
     assert [line.split(":")[0] for line in shown.splitlines() if line.startswith("job ")] == ["job second", "job first"]
     assert shown.splitlines()[-1] == last
-    # A process that died last is judged like the jobs.
+    # The job of the process that died last is judged like the others.
     died(place, saver("late", 4), tmp_path / "l")
     judged = top("--check", "0")
     assert judged.returncode == 1

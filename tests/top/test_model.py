@@ -250,7 +250,7 @@ def test_death_in_an_operation_is_told_and_judged():
     assert model.events[-1].text == f"rank 0 pid {rank.proc.header.pid} died in save at 50%"
     assert model.node.alive == 0
     look(model, 700.0, rank)
-    assert len(model.rows) == 1, "a rank that died before the monitor's eyes stays"
+    assert len(model.rows) == 1, "a rank stays if the monitor saw it die"
     assert look(Model(), 700.0, rank).rows == [], "long dead when first seen"
 
 

@@ -153,7 +153,7 @@ def test_users_have_names_where_they_are_known_here():
     uid = os.getuid()
     assert user_of(uid, uid) == pwd.getpwuid(uid).pw_name
     nobody = 4_000_000_000
-    assert user_of(nobody, nobody) == str(nobody), "the number of a user without a name"
+    assert user_of(nobody, nobody) == str(nobody), "a user without a name is shown by number"
     # In its container's user namespace the process is user 0; here its files belong to another user.
     assert user_of(0, 100_000) == "0"
     assert user_of(2**40, 2**40) == str(2**40), "a segment may hold any number"

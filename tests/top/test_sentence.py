@@ -315,7 +315,7 @@ def test_who_waits_for_bytes_of_others_says_so_and_is_no_straggler():
 
     model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
     waits = [(row.wait_kind, row.wait) for row in model.rows]
-    assert waits == [("disk", "disk 97%"), ("peers", "peers 90%"), ("peers", "peers 90%")], "waits, share of the time"
+    assert waits == [("disk", "disk 97%"), ("peers", "peers 90%"), ("peers", "peers 90%")], "what ranks wait for"
     assert said(model)[1] == "average 2.00 of 12.00 GB/s: 2 of 3 ranks wait for other ranks 90 %"
     tick = jsonout.Ticks().next(model)
     assert tick["ranks"][1]["threads"][0]["peers_wait"] == pytest.approx(0.9)

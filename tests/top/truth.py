@@ -62,7 +62,7 @@ class Shown:
 
     @property
     def how(self):
-        """How the history describes its end: empty after a success."""
+        """How the history describes the end of the operation: empty after a success."""
         bad = next((part.outcome for part in self.parts if part.outcome not in ("ok", "died")), "")
         return "died" if self.died else f"failed: {bad}" if bad else ""
 
