@@ -17,27 +17,27 @@ from harness import dealing, groups, sharing, workers, zygote
 from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
-# Torch's idle threads spin until the next operator: on a busy machine that takes most of the time of a test that
-# trains. The thread library reads this once, when torch is imported, here and in all processes of the tests.
+# Torch's idle threads spin until the next operator. On a busy machine, spinning takes most of the time of a test that
+# trains. The thread library reads the variable once, when torch is imported, here and in all processes of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Drawn tests draw the same values each time, so that a failure comes from the current change. FASTCKPT_TEST_DRAWS=new
 # draws anew, and hypothesis prints how to repeat a draw.
-with contextlib.suppress(ImportError):  # scripts/gpu installs nothing
+with contextlib.suppress(ImportError):  # scripts/gpu installs no packages
     from hypothesis import settings
 
     settings.register_profile("same", derandomize=True)
     settings.register_profile("new", derandomize=False, print_blob=True)
     settings.load_profile(os.environ.get("FASTCKPT_TEST_DRAWS", "same"))
 
-# Background processes of a shell ignore Ctrl-C, and those of nohup ignore hang-ups; their children would inherit that.
+# A shell's background processes ignore Ctrl-C, and nohup's ignore hang-ups. Child processes would inherit this.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
 
 def pytest_configure(config):
-    """Workers are forks of one process, and share zygotes."""
+    """Fork all workers from one process, and let them share zygotes."""
     if hasattr(config, "workerinput"):
         zygote.broker = config.workerinput["zygotes"]
     elif config.getoption("numprocesses", 0) and not config.option.collectonly:
@@ -67,7 +67,7 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Workers begin with long tests."""
+    """Make workers begin with long tests."""
     if hasattr(config, "workerinput"):
         workers = config.workerinput["workercount"]
         items[:] = dealing.dealt(
@@ -77,18 +77,18 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Workers, and a process that has only collected, do not free torch and the collected tests: that takes an
-    interpreter seven seconds."""
+    """End workers, and a process that only collected, without freeing torch and the collected tests, which takes
+    an interpreter seven seconds."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         atexit.register(_leave, session)
     else:
-        gc.unfreeze()  # libraries complain of remaining objects at the end of the process
+        gc.unfreeze()  # libraries complain about objects that remain at the end of the process
 
 
 def _leave(session):
-    """The steps at an interpreter's end before it frees its objects."""
+    """Take the steps of an interpreter's end that precede the freeing of objects, then exit."""
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # functions of other libraries
+    atexit._run_exitfuncs()  # functions that other libraries registered
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if hasattr(sys, "last_type") else session.exitstatus)  # 1: an exception was not caught
@@ -96,10 +96,10 @@ def _leave(session):
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_goes_back():
-    """Free memory after each file: malloc keeps freed memory, and fastckpt its buffers, hundreds of MB per worker."""
+    """Free memory after each file: malloc keeps freed memory and fastckpt keeps buffers, hundreds of MB per worker."""
     yield
     fastckpt.background.release_buffers()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
@@ -120,8 +120,8 @@ def libraries():
 
 @pytest.fixture(scope="module")
 def lasting(forge):
-    """Groups by size, each for all tests of a file that use it: a rank takes half a second to spread its first model
-    and a tenth for the next ones. A failed test ends its group."""
+    """Groups by size, each shared by the tests of a file: a rank takes half a second to spread its first model
+    and a tenth of a second for each later model. A failed test ends its group."""
     with contextlib.ExitStack() as made:
         free = {}
 
@@ -152,7 +152,7 @@ def children_with_torch():
 
 @pytest.fixture(params=["uring", "threads", "buffered"])
 def engine(request):
-    """Each engine by name. If the machine refuses one, the core falls back and reports it: the state is the same."""
+    """Each engine by name. If the machine refuses an engine, the core reports a fallback, and the state is the same."""
     return request.param
 
 
@@ -172,7 +172,7 @@ def trip(request, tmp_path):
 
 @pytest.fixture
 def registry():
-    """Registrations last for one test."""
+    """Undo a test's registrations at its end."""
     from harness.internals import PROCESS
 
     tables = PROCESS._by_class, PROCESS._by_name

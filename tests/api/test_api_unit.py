@@ -1,4 +1,4 @@
-"""Internal parts: records of options, room in memory, reads, casts, and saves that fail inside."""
+"""Internal parts: records of options, free memory, reads, casts, and internal failures of saves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from harness.container import Spec, control_groups
 from harness.same import same
 
 RECORDS = [WriteSettings, SaveSettings, LoadSettings]
-#: The functions and their options.
+#: The public functions and their options.
 DOORS = {
     "save": (fastckpt.save, SaveSettings),
     "save_async": (fastckpt.save_async, SaveSettings),
@@ -191,7 +191,7 @@ assert "tag: a made-up option." in fastckpt.save.__doc__
 def test_an_option_is_added_in_one_file(tmp_path):
     """Add an option to a copy of the package: one line for type checkers, and the option itself.
 
-    Every save takes it, the checkpoint keeps it, and ``info`` shows it.
+    Every save takes the option, the checkpoint records it, and ``info`` shows it.
     """
     package = tmp_path / "fastckpt"
     shutil.copytree(Path(fastckpt.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -224,7 +224,7 @@ GB = 10**9
 
 
 def machine(root, *, left, swap=0):
-    """A group that is limited to 10 GB and has this much left, half of it reclaimable."""
+    """A control group with a limit of 10 GB, of which `left` bytes are free; half of these are reclaimable."""
     cached = left // 2
     files = {
         "proc/self/cgroup": "0::/job\n",
@@ -335,7 +335,7 @@ except MemoryError as error:
 
 @pytest.mark.root
 def test_a_load_in_a_tight_group_is_an_error_and_no_kill(tmp_path):
-    """Mutant: nothing is compared, and the kernel kills the process."""
+    """Mutant: the load does not compare its needs with the limit, and the kernel kills the process."""
     needs.root()
     if room.text_of(room.Path("/proc/meminfo")).find("SwapFree:              0 kB") < 0:
         needs.missing("needs a machine without swap space")
@@ -367,7 +367,7 @@ def large(tmp_path_factory):
 
 
 def called():
-    """Bytes that this process requested from the kernel."""
+    """Bytes that this process has requested from the kernel in reads."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -377,7 +377,7 @@ def called():
         (40_000, "narrow", slice(1000, 2000)),
         (16, "narrow", (5, slice(3, 7))),
         (0, "narrow", slice(7, 7)),
-        # A column of short rows is read with the bytes between, a column of long rows alone.
+        # A column of short rows is read with the bytes between its elements, a column of long rows without them.
         (49_999 * 40 + 4, "narrow", (slice(None), 3)),
         (2 * 40, "narrow", slice(None, None, 25_000)),
         (100 * 1000, "wide", (slice(None), slice(7, 1007))),
@@ -385,13 +385,13 @@ def called():
     ],
 )
 def test_a_slice_is_read_in_whole_blocks_unless_it_is_not_verified(large, monkeypatch, nbytes, name, index):
-    """By the counters of read calls: gaps of less than 256 KiB are also read."""
+    """The kernel's read counters show the blocks. Gaps of less than 256 KiB are read, too."""
     monkeypatch.setenv("FASTCKPT_IO", "buffered")
     path, arrays = large
     expected = arrays[name][index]
     itemsize = expected.itemsize
     with fastckpt.open(path) as checkpoint:
-        checkpoint["narrow"], checkpoint["wide"]  # the headers, once
+        checkpoint["narrow"], checkpoint["wide"]  # reads the headers, which later reads skip
         before = called()
         part = checkpoint.tensor(name)[index]
         verified = called() - before
@@ -404,7 +404,7 @@ def test_a_slice_is_read_in_whole_blocks_unless_it_is_not_verified(large, monkey
     blocks = np.unique((stored.offset + offsets) // size) * size
     low, high = np.maximum(blocks, stored.offset), np.minimum(blocks + size, stored.offset + stored.nbytes)
     whole = int((high - low).sum())
-    assert whole <= verified < whole + 1000  # the counters are a file, too
+    assert whole <= verified < whole + 1000  # reading the counters adds bytes, too
     if not expected.size:
         return
     box, strides, _ = slicing.part(arrays[name].shape, itemsize, index)
@@ -435,7 +435,7 @@ def test_what_cannot_be_made_is_told_before_anything_is_read(tmp_path, monkeypat
     fastckpt.save({"w": torch.ones(2, dtype=torch.bfloat16)}, path)
 
     def read(*_, **__):
-        raise AssertionError("it was read")
+        raise AssertionError("the file was read")
 
     monkeypatch.setattr(fastckpt._tensors.torch, "dtype_of", lambda *_: None)
     monkeypatch.setattr(fastckpt._api.load, "ticker", read)
@@ -444,7 +444,7 @@ def test_what_cannot_be_made_is_told_before_anything_is_read(tmp_path, monkeypat
 
 
 def test_into_in_pieces_for_ordinary_tensors(monkeypatch, tmp_path, engine):
-    """The path of tensors on other devices, forced for contiguous ones."""
+    """Contiguous CPU tensors take the code path for tensors on other devices."""
     path = tmp_path / "c"
     fastckpt.save({"a": torch.randn(3 << 20), "z": torch.randn(5, 3, dtype=torch.complex128)}, path, io=engine)
     monkeypatch.setattr(_torch, "_describe", _torch._describe_strided)
@@ -456,7 +456,7 @@ def test_into_in_pieces_for_ordinary_tensors(monkeypatch, tmp_path, engine):
 
 
 def test_names_of_deep_values_do_not_pile_up():
-    """Each of 1,000 levels holds a value: their names together are 100 MB."""
+    """Each of 1,000 levels holds a value, and the names of all values together have 100 MB."""
     tokens: list[object] = []
     for _ in range(1000):
         tokens += [["dict", 2], "a" * 200]
@@ -480,7 +480,7 @@ def test_dtype_that_this_torch_lacks(tmp_path, monkeypatch):
 
 
 def test_a_cast_takes_ranges_as_they_come():
-    """In any order, cut anywhere, some of them twice, like blocks of any size that are read again after an error."""
+    """Ranges come in any order, with any ends, and some twice, like blocks that are read again after an error."""
     from fastckpt._tensors import memory as _memory
 
     chance = random.Random(0)
@@ -520,7 +520,7 @@ def test_a_cast_that_torch_refuses_is_told(tmp_path, monkeypatch):
 
 
 def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
-    """The checkpoint is replaced during the load: matches in the first one do not count in the second."""
+    """The checkpoint is replaced during the load: what matched in the old one does not count in the new one."""
     fastckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "c")
     read, turns = load_module._read, []
 
@@ -584,7 +584,7 @@ def test_error_while_filling_stops_the_save(monkeypatch, tmp_path, engine):
 
 
 def test_a_lazy_save_notices_a_change_of_what_it_casts(tmp_path, monkeypatch):
-    """The tensor is changed in place between its call and its copy."""
+    """The tensor changes in place between the call of the save and the copy of the tensor."""
     value = torch.ones(1 << 20)
     copy = cast_out.CastOut.__call__
 

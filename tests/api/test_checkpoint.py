@@ -28,7 +28,7 @@ from harness.same import bits, same
 
 @pytest.fixture(params=["uring", "threads", "buffered"])
 def engines(request, monkeypatch):
-    """``ckpt[...]`` and ``slice`` have no ``io=``: the environment chooses."""
+    """``ckpt[...]`` and ``slice`` take no ``io=``, so the environment chooses the engine."""
     monkeypatch.setenv("FASTCKPT_IO", request.param)
 
 
@@ -206,7 +206,7 @@ def test_damage_is_found_beside_what_a_slice_takes(tmp_path):
     offset = manifest.body_of(tmp_path / "c")["tensors"][0]["offset"]
     file = tmp_path / "c" / "model.safetensors"
     content = bytearray(file.read_bytes())
-    content[offset + 9_500_000] ^= 1  # in block 2, of which row 1200 lies in the other half
+    content[offset + 9_500_000] ^= 1  # in block 2; row 1200 is in its other half
     file.write_bytes(content)
     with fastckpt.open(tmp_path / "c") as checkpoint:
         assert 2 == (offset + 9_500_000) >> 22 == (offset + 1200 * 8000) >> 22
@@ -309,10 +309,10 @@ def test_verify(path):
 
 
 def shard_descriptors(of="self"):
-    """Open descriptors of shards, by their paths."""
+    """The paths of the shards that a process has open."""
     names = []
     for entry in Path(f"/proc/{of}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor with which listdir read the directory
             names.append(str(entry.readlink()))
     return [name for name in names if "safetensors" in name]
 
@@ -366,7 +366,7 @@ def test_an_open_checkpoint_leaves_no_descriptors(tmp_path, how):
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_forked_child_opens_its_own_shards(tmp_path, replaced):
-    """Descriptors of its parent would keep disk space in use as long as it lives."""
+    """Inherited descriptors would keep disk space in use for as long as the child lives."""
     checkpoint, state = old_and_new(tmp_path, 5)
     if replaced:
         fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
@@ -407,7 +407,7 @@ BOXES = {
     "swapped": np.arange(300 * 5).reshape(300, 5).astype(">i4"),
     "odd": np.arange(37 * 5 * 7 * 3, dtype=np.uint8).reshape(37, 5, 7, 3),
     "text": np.array([[f"{i}{j}" for j in range(9)] for i in range(30)]),
-    # Over several blocks.
+    # The cube covers several blocks.
     "cube": np.arange(60 * 70 * 1000, dtype=np.int32).reshape(60, 70, 1000),
     "wide": np.arange(9 << 20, dtype=np.uint8).reshape(9, 1 << 20),
     "empty": np.zeros((3, 0, 2)),

@@ -1,6 +1,6 @@
-"""Every way to save writes the same bytes, has the same reports and refusals, and leaves nothing behind.
+"""Every way to save writes the same bytes, gives the same reports and errors, and leaves nothing behind.
 
-The public API alone: what is behind it may move.
+These tests use only the public API, so that the code behind it may change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def by_torch(state, path, **options):
         try:
             torch_dcp.save(state, storage_writer=writer, no_dist=True)
         except torch_dcp.CheckpointException as error:
-            # One for each rank.
+            # The error has one failure for each rank.
             raise error.failures[0][0] from None
     return writer.report
 
@@ -76,7 +76,7 @@ def test_the_same_bytes_and_a_report_that_adds_up(tmp_path, expected, door):
     assert (report.step, report.shards, report.warnings) == (7, len(expected), ())
     assert report.bytes == sum(tensor.nbytes for tensor in (*state()["model"].values(), torch.ones(5), torch.zeros(6)))
     assert (report.staged > 0) == (door in IN_BACKGROUND)
-    # In the background it is called once the result is there.
+    # A save in the background calls it after the result is available.
     wait_until(lambda: heard)
     assert heard == [report]
 
@@ -96,7 +96,7 @@ def test_a_function_that_fails_on_the_report_costs_no_checkpoint(tmp_path, door,
     assert same(fastckpt.load(tmp_path / "c"), state())
 
 
-#: A wrong argument, the saves that accept it, and the error. A record reports its own wrong options.
+#: A wrong argument, the saves that take it, and the error. A record of options checks its own fields.
 WRONG = {
     "overwrite": ({"overwrite": False}, {*DOORS}, FileExistsError, "overwrite=False"),
     "files": ({"files": {"a/b": ""}}, {*DOORS}, ValueError, "files: 'a/b' is not a plain file name"),
@@ -194,7 +194,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
             DOORS[door](mine, path, **options)
         assert door.split(".")[0] in str(raised.value) or "save" in str(raised.value)
         del raised, mine
-        # The thread may still be about to end. Torch's exceptions keep themselves in their frames.
+        # The thread may not have ended yet. Torch's exceptions are referenced by their own frames, and stay alive.
         wait_until(lambda: alive() is None or door == "dcp.Writer")
     finally:
         gc.enable()
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
     DOORS[door](state(), path)
 
 
-#: Wrong options of a record, and the error.
+#: Wrong options of a record of options, and the error.
 REFUSED = {
     fastckpt.IO: [
         ({"engine": "fast"}, ValueError, "engine must be one of auto, uring, threads, direct, buffered, not 'fast'"),

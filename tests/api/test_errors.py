@@ -1,4 +1,4 @@
-"""Real errors of disks and files: each is a clear exception of the right class that names the path (issue
+"""Real errors of disks and files: each gives an exception of the right class that names the path (issue
 2, item 8)."""
 
 # ruff: noqa: PERF203, PT011, PTH208 - the errno is asserted below each; names as the directory has them
@@ -42,7 +42,7 @@ def visible(point):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("kind", "size"), [("tmpfs", 16 << 20), ("ext4", 24 << 20)])
 def test_disk_full(kind, size, engine):
-    """ENOSPC before or during writes: nothing is left, the old checkpoint is whole, and freed space is usable again."""
+    """ENOSPC before or during writes leaves no files and keeps the old checkpoint; freed space can be used again."""
     with mounts.mount(kind, size=size) as point:
         too_much = numbered(1, 40 << 20)
         with pytest.raises(OSError) as caught:
@@ -51,7 +51,7 @@ def test_disk_full(kind, size, engine):
         assert str(point) in os.fsdecode(caught.value.filename)
         assert "No space left on device" in str(caught.value)
         assert visible(point) == []
-        # One checkpoint is half of the disk: there is no room for a second beside it.
+        # One checkpoint fills half of the disk: a second one beside it does not fit.
         half = 11 << 20
         fastckpt.save(numbered(2, half), point / "step", io=engine)
         with pytest.raises(OSError) as caught:
@@ -60,7 +60,7 @@ def test_disk_full(kind, size, engine):
         assert visible(point) == ["step"]
         assert which(fastckpt.load(point / "step"), half) == 2
         assert fastckpt.verify(point / "step").ok
-        # Free space.
+        # Free space for the next save.
         shutil.rmtree(point / "step")
         fastckpt.save(numbered(4, half), point / "step", io=engine)
         assert which(fastckpt.load(point / "step"), half) == 4
@@ -70,7 +70,7 @@ def test_disk_full(kind, size, engine):
 @pytest.mark.root
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 8])
 def test_disk_full_at_the_last_pages(left):
-    """The shards fit, but the manifest does not: an error like any other."""
+    """If the shards fit but the manifest does not, the error is like any other."""
     nbytes = 1 << 20
     with mounts.mount("tmpfs", size=64 << 20) as point:
         fastckpt.save(numbered(1, nbytes), point / "probe")
@@ -104,7 +104,7 @@ def test_file_size_limit_before_writing(children, tmp_path, engine, limit):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limit", [4096, 65537, 300_001, 524_800, 1_048_575])
 def test_true_short_write(children, tmp_path, engine, limit):
-    """After fallocate, the kernel writes up to the limit and returns a short count, and only then EFBIG."""
+    """After fallocate, the kernel writes up to the limit and returns a short count; only the next write gets EFBIG."""
     check_file_size_limit(children, tmp_path, engine, limit, fallocate=False)
 
 
@@ -112,7 +112,7 @@ def test_true_short_write(children, tmp_path, engine, limit):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("kind", "size"), [("tmpfs", 10 << 20), ("ext4", 16 << 20)])
 def test_true_short_write_of_a_full_disk(children, tmp_path, kind, size, engine):
-    """The same on a full file system: the only sign is a short write."""
+    """On a full file system, too, a short write is the first sign."""
     with mounts.mount(kind, size=size) as point:
         options = {"io": engine, "nbytes": 24 << 20, "env": {"FASTCKPT_TOP": "0"}}
         child = children.start("save_held", path=str(point / "step"), index=2, **options)
@@ -133,15 +133,15 @@ def test_true_short_write_of_a_full_disk(children, tmp_path, kind, size, engine)
     ("engine", "call"), [("threads", "pwrite64"), ("threads", "pwritev"), ("buffered", "pwritev2")]
 )
 def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
-    """A short write whose rest would succeed: the full disks above do not show whether the rest was tried.
+    """After a short write, the rest is written: tests with full disks do not show whether the save tries that.
 
-    strace returns a count for the first write; the next one must begin where that ended, or before.
+    strace makes the first write return `count`. The next write must begin at that byte, or before it.
     """
     parent = tmp_path / "parent"
     parent.mkdir()
-    # One block, and large enough for zero-copy.
+    # The tensor fits into one block, and is large enough for zero-copy.
     options = {"io": engine, "threads": 1, "nbytes": 3 << 20, "env": {"FASTCKPT_TOP": "0"}}
-    # Several stretches of memory and staging buffer in one call, or one.
+    # With zero-copy, one call writes several ranges of tensors and staging buffer; without it, one range.
     options["env"]["FASTCKPT_ZERO_COPY"] = "1" if call == "pwritev" else "0"
     child = children.start("save_held", path=str(parent / "step"), index=1, **options)
     child.next()
@@ -149,7 +149,7 @@ def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
     with strace.attached(child.pid, tmp_path / "log", "pwrite64,pwritev,pwritev2", inject) as trace:
         child.go()
         end = child.outcome()
-        # With direct I/O, the bytes after the last whole page have a separate call, before the others.
+        # With direct I/O, the first call writes the bytes after the last whole page.
         first, second, *_ = trace.calls()[engine != "buffered" :]
     assert not isinstance(end, zygote.Raised), end
     assert first.injected
@@ -157,14 +157,14 @@ def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
 
 
 def offset_of(call):
-    """The file offset of a write: its last argument, or the last but one."""
+    """The file offset of a write call: its last argument, or the last but one."""
     place = {"pwrite64": -1, "pwritev": -1, "pwritev2": -2}
     return int(call.arguments.rsplit(", ", 2)[place[call.name]])
 
 
 @pytest.mark.parametrize("engine", ["threads", "uring"])
 def test_short_tail_is_gone_on_from(children, tmp_path, engine):
-    """The same for the bytes after the last whole page."""
+    """After a short write of the bytes after the last whole page, the rest of them is written."""
     options = {"io": engine, "threads": 1, "nbytes": 3 << 20, "env": {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(tmp_path / "step"), index=1, **options)
     child.next()
@@ -183,7 +183,7 @@ def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
     parent = tmp_path / "parent"
     parent.mkdir()
     fastckpt.save(numbered(1), parent / "step")
-    # Without counters: after a false fallocate, a touch of their page would raise SIGBUS, which never happens really.
+    # The counters are off: after a false fallocate, access to their page would raise SIGBUS.
     options = {"io": engine, "fsize": limit, "nbytes": 1 << 21, "env": {} if fallocate else {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(parent / "step"), index=2, **options)
     child.next()
@@ -191,7 +191,7 @@ def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
         child.go()
         end = child.outcome()
     else:
-        # fallocate reports success and does nothing: otherwise it, or ftruncate in its place, would return EFBIG first.
+        # fallocate returns success without effect: otherwise it, or ftruncate in its place, would fail with EFBIG.
         inject = strace.injection("fallocate", "retval=0", "1+")
         with strace.attached(child.pid, tmp_path / "log", "fallocate", inject) as trace:
             child.go()
@@ -255,7 +255,7 @@ def test_read_only_mount():
                     save(numbered(2), point / name)
                 assert caught.value.errno == errno.EROFS
                 assert str(point) in os.fsdecode(caught.value.filename)
-            assert which(fastckpt.load(point / "step")) == 1, "reading asks for nothing"
+            assert which(fastckpt.load(point / "step")) == 1, "a load needs no write permission"
             assert fastckpt.verify(point / "step").ok
         assert visible(point) == ["step"]
 
@@ -330,7 +330,7 @@ def _distributed(path):
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: there is no process group
+        warnings.simplefilter("ignore")  # torch warns that no process group exists
         dcp.save({"weight": torch.ones(3), "step": 1}, checkpoint_id=str(path))
 
 
@@ -341,7 +341,7 @@ def _several(path):
     (path / ".step-11.tmp" / manifest.NAME).write_bytes(b"{")
 
 
-#: How each is made; its description in the message, and whether fastckpt import reads it.
+#: Name: the function that makes it, its description in the error, and whether `fastckpt import` reads it.
 FOREIGN = {
     "torch": (_torch_file, "a file of torch.save", True),
     "torch before 1.6": (_old_torch_file, "a file of torch.save", True),
@@ -391,7 +391,7 @@ def test_a_manifest_that_is_damaged_is_damage_whatever_lies_beside_it(tmp_path):
 
 
 def test_out_of_descriptors(children, tmp_path):
-    """EMFILE in the middle is an error like any other. (strace sets the limit in a child.)"""
+    """EMFILE in the middle of a save is an error like any other; strace injects it in a child."""
     parent = tmp_path / "parent"
     parent.mkdir()
     fastckpt.save(numbered(1), parent / "step")
@@ -415,7 +415,7 @@ def test_out_of_descriptors(children, tmp_path):
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Two shards, tensors of many blocks, of one, of parts of one, and none."""
+    """A checkpoint of two shards, with tensors of many blocks, of one block, of parts of a block, and of no bytes."""
     path = tmp_path_factory.mktemp("pristine") / "step"
     rng = np.random.default_rng(5)
     state = {
@@ -432,7 +432,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def damaged(pristine, tmp_path):
-    """A copy to damage, and the places of its parts."""
+    """A copy of the checkpoint to damage, its state, and its manifest."""
     source, state = pristine
     path = tmp_path / "step"
     shutil.copytree(source, path)
@@ -460,8 +460,8 @@ def refuses_to_load(path, *mentions, kind=CorruptCheckpointError):
 
 
 def test_flipped_bits_in_data_are_all_found(damaged):
-    """The first and last byte of every extent: in the blocks at the edges, in the middle, and where small tensors share
-    one."""
+    """A flip in the first or last byte of any extent is found, in every block of a tensor, even if small tensors
+    share the block."""
     path, _, body = damaged
     for tensor in body["tensors"]:
         file = body["shards"][tensor["shard"]]["file"]
@@ -493,7 +493,7 @@ def test_much_damage_is_listed_whole(damaged, engine):
             expected.append((file, start, stop - start, tensor["name"]))
     report = fastckpt.verify(path, io=engine)
     found = [(damage.file, damage.offset, damage.length, damage.tensor) for damage in report.damage]
-    assert found == sorted(found), "in file order"
+    assert found == sorted(found), "damage is listed in file order"
     assert found == sorted(expected)
 
 
@@ -506,7 +506,7 @@ def test_load_checks_unless_told_not_to(damaged, engine):
         fastckpt.load(path, io=engine)
     loaded = fastckpt.load(path, io=fastckpt.IO(engine, verify=False))
     assert loaded["odd"][5] == state["odd"][5] ^ 1
-    # Damage elsewhere does not keep the rest from being read.
+    # Damage in one tensor does not prevent reads of the others.
     assert same(fastckpt.open(path)["large"], state["large"])
     with pytest.raises(CorruptCheckpointError, match="odd"):
         fastckpt.open(path)["odd"]
@@ -542,7 +542,7 @@ def test_flipped_bit_anywhere_in_the_manifest(damaged):
     for offset in sorted({*range(60), *range(60, len(raw), 37), len(raw) - 2, len(raw) - 1}):
         flip(path / manifest.NAME, offset, bit=offset % 7)
         for operation in (fastckpt.load, fastckpt.open, fastckpt.verify):
-            # A flip in the version's digit makes another version of it.
+            # A flip in the digit of the version turns it into another version.
             with pytest.raises((CorruptCheckpointError, FormatVersionError)) as caught:
                 operation(path)
             assert isinstance(caught.value, CorruptCheckpointError) or offset == raw.index(b"1")
@@ -568,14 +568,14 @@ def test_truncated_shard(damaged, cut):
     size = {"one byte": shard["bytes"] - 1, "a block": BLOCK, "the data": shard["data_offset"], "everything": 0}[cut]
     os.truncate(path / shard["file"], size)
     refuses_to_load(path, shard["file"])
-    # An open reads only the manifest, so that damage can be examined; the shard's first read finds it.
+    # `open` reads only the manifest, so that damage can be examined; the first read of the shard detects it.
     lazy = fastckpt.open(path)
     for name in [tensor["name"] for tensor in body["tensors"] if tensor["shard"] == 0 and length(tensor)]:
         with pytest.raises(CorruptCheckpointError, match=shard["file"]):
             lazy[name]
     report = fastckpt.verify(path)
     assert not report.ok
-    assert {damage.file for damage in report.damage} == {shard["file"]}, "the other shard is whole, and is said to be"
+    assert {damage.file for damage in report.damage} == {shard["file"]}, "the report lists only the damaged shard"
 
 
 def test_missing_shard(damaged):
@@ -598,7 +598,7 @@ def test_extra_bytes(damaged):
 
 
 def test_swapped_shards_and_blocks(damaged):
-    """A misdirected write: right bytes, wrong place."""
+    """A misdirected write puts the right bytes in the wrong place."""
     path, _, body = damaged
     shard = body["shards"][0]["file"]
     raw = bytearray((path / shard).read_bytes())
@@ -611,7 +611,7 @@ def test_swapped_shards_and_blocks(damaged):
 
 
 def test_shard_of_another_step(damaged, pristine, tmp_path):
-    """Same names, same sizes, another training step, as in a torn copy of a directory."""
+    """A shard of another training step has the same names and sizes, as in a torn copy of a directory."""
     path, state, body = damaged
     other = {**state, "large": state["large"] ^ 1, "odd": state["odd"] ^ 1}
     fastckpt.save(other, tmp_path / "other", files=fastckpt.Files(shard_size=9 << 20))
@@ -631,15 +631,15 @@ def test_other_format_version(damaged, version, operation):
         getattr(fastckpt, operation)(path)
     assert str(path) in str(caught.value)
     assert version in str(caught.value)
-    # The rest does not matter: a later version may have changed all of it, including the checksum's name.
+    # Only the version counts: a later version may change everything else, including the checksum's name.
     (path / manifest.NAME).write_bytes(b'{"fastckpt":%s,"blake3":"?",\n' % version.encode())
     with pytest.raises(FormatVersionError):
         getattr(fastckpt, operation)(path)
 
 
 def test_newer_version_is_not_overwritten_in_ignorance(damaged):
-    """It is a fastckpt checkpoint of a newer release:
-    replacing it is allowed, mangling it is not."""
+    """A checkpoint of a newer release of fastckpt may be replaced,
+    but not mangled."""
     path, _, body = damaged
     manifest.forge(path, body, version="2")
     fastckpt.save(numbered(1), path)
@@ -648,7 +648,7 @@ def test_newer_version_is_not_overwritten_in_ignorance(damaged):
 
 
 def test_damaged_checkpoint_can_be_saved_over(damaged):
-    """A run that resumes from an older step must be able to write this one again."""
+    """A run that resumes from an older step must be able to save over a damaged checkpoint of a later step."""
     path, _, body = damaged
     (path / body["shards"][0]["file"]).unlink()
     fastckpt.save(numbered(1), path)
@@ -667,12 +667,12 @@ def test_unknown_members_are_for_later_releases(damaged):
 
 
 def test_errors_leave_the_process_fit(damaged, tmp_path):
-    """After twenty failed loads and saves everything works, and no descriptor is open."""
+    """After twenty failed loads and saves, everything works and no descriptor is left open."""
     path, _, body = damaged
     flip(path / body["shards"][0]["file"], body["shards"][0]["bytes"] - 1)
 
     def fail():
-        # Not pytest.raises: it keeps the traceback, and with it the reader, alive.
+        # pytest.raises would keep the traceback alive, and with it the reader.
         ends = []
         for operation in (
             fastckpt.load,
@@ -694,8 +694,8 @@ def test_errors_leave_the_process_fit(damaged, tmp_path):
 
 
 def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
-    """The reader reads everything that docs/format.md permits, not only our writer's files:
-    small blocks, and a data offset off any page."""
+    """The reader accepts everything that docs/format.md permits, not only our writer's files:
+    small blocks, and data that begins within a page."""
     arrays = {
         "a": np.arange(5000, dtype="<f4"),
         "b": np.array([[1, -2], [3, 4]], dtype="<i8"),
@@ -706,7 +706,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
     manifest.minimal(tmp_path / "step", tensors)
     assert same(fastckpt.load(tmp_path / "step"), arrays)
     assert fastckpt.verify(tmp_path / "step").ok
-    # The same with the shortest possible header, so that nothing is aligned.
+    # The second checkpoint has the shortest possible header, so that nothing is aligned.
     data, begin = manifest.shard_bytes(tensors, pad_to=1)
     assert begin % 4096
     directory = tmp_path / "ragged"
@@ -728,7 +728,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
     for engine in ENGINES:
         assert same(fastckpt.load(directory, io=engine), arrays)
         assert fastckpt.verify(directory, io=engine).ok
-    # Mapped, these elements would not be aligned for processors: they are copied.
+    # In a mapping, these elements would not be aligned for the CPU, so they are copied.
     assert body["tensors"][0]["offset"] % 4
     mapped = fastckpt.load(directory, io=fastckpt.IO(mmap=True))
     assert same(mapped, arrays)
@@ -736,7 +736,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
 
 
 def test_what_is_written_is_what_the_document_says(tmp_path):
-    """In the other direction: the independent reader accepts our writer's files, over several shards and blocks."""
+    """The independent reader accepts our writer's files, which have several shards and blocks."""
     state = numbered(3, 6 << 20)
     fastckpt.save(state, tmp_path / "step", files=fastckpt.Files(shard_size=2 << 20), metadata={"step": 3})
     stored = manifest.read(tmp_path / "step")
@@ -750,7 +750,7 @@ def test_what_is_written_is_what_the_document_says(tmp_path):
     assert json.dumps(body["structure"]).startswith('[["dict", 5], "step", 3, "model", ["dict", 4], "big", ["array", ')
     for shard in {entry.shard for entry in stored.values()}:
         mine = [entry for entry in stored.values() if entry.shard == shard and entry.data]
-        # Section 2.1: page multiples first, so that each of them begins at the residue at which the data does.
+        # Section 2.1: tensors of whole pages come first, so that each of these begins at the residue of the data.
         begin = next(each["data_offset"] for each in body["shards"] if each["file"] == shard)
         assert all((entry.offset - begin) % 4096 == 0 for entry in mine if len(entry.data) % 4096 == 0)
         for entry in mine:
@@ -764,7 +764,7 @@ def test_what_is_no_checkpoint_is_found_at_once(tmp_path, monkeypatch):
     begin = time.perf_counter()
     with pytest.raises(fastckpt.exceptions.NotACheckpointError):
         fastckpt.load(file)
-    # A doubtful file system is retried for two seconds.
+    # Only on a doubtful file system does a load retry, for two seconds.
     assert time.perf_counter() - begin < 1
     many.mkdir()
     for number in range(1500):

@@ -29,7 +29,7 @@ def way(request):
 
 
 def written(path):
-    """The part of the files that the state determines."""
+    """The parts of a checkpoint that depend only on the state."""
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
     files = {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*.safetensors")}
     body = manifest.get("body", manifest)
@@ -150,7 +150,7 @@ def test_a_pattern_without_wildcards_names_all_below(tmp_path):
         fastckpt.load(tmp_path / "c", keys="a[0]")
 
 
-# Unsupported values can be excluded.
+# Values of unsupported types can be excluded.
 
 
 @dataclasses.dataclass
@@ -196,7 +196,7 @@ def test_of_a_state_that_is_one_value_nothing_would_be_left(tmp_path, state):
     ],
 )
 def test_what_cannot_be_left_out_by_its_name_is_refused(tmp_path, state, exclude):
-    """Members of a set, keys, and values under keys without names."""
+    """Set members, keys, and values under keys without a name cannot be excluded."""
     with pytest.raises(UnsupportedTypeError, match="save: cannot store"):
         fastckpt.save(state, tmp_path / "c", exclude=exclude)
     assert not (tmp_path / "c").exists()

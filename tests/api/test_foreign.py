@@ -1,4 +1,4 @@
-"""Directories of other programs: every way to save refuses them, and the error names the program."""
+"""Every way to save refuses another program's directory, and the error names the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIRECTORIES = {
     "safetensors, of diffusers": ["config.json", "diffusion_pytorch_model.safetensors"],
 }
 
-#: Directories of other programs whose files have our names.
+#: Directories of other programs whose files have names that fastckpt uses.
 NAMESAKES = {
     "a model": ["config.json", "model.safetensors"],
     "a model in parts": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
@@ -99,7 +99,7 @@ WAYS = {
 
 
 def refusal(error):
-    """The text of an error and its causes: some ways wrap it."""
+    """The text of an error and its causes, because some ways to save wrap the error."""
     texts = []
     while error is not None:
         texts.append(str(error))
@@ -108,7 +108,7 @@ def refusal(error):
 
 
 def who_wrote(kind):
-    """A pattern for the end of the refusal."""
+    """The end of the refusal for a kind of directory."""
     if kind in NAMESAKES:
         return "and is not a checkpoint of fastckpt: choose another name"
     return f"which {kind.partition(',')[0]} wrote: choose another name"
@@ -119,7 +119,7 @@ def who_wrote(kind):
 def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
     path = lay(tmp_path / "run" / "step-7", kind)
     before = contents(path)
-    # The error of torch is no Exception.
+    # torch raises an error that is not an Exception.
     with pytest.raises(BaseException, match=r"(?s).") as raised:
         WAYS[way](path)
     text = refusal(raised.value)
@@ -130,14 +130,14 @@ def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
 
 
 def test_files_that_are_no_checkpoint_are_taken_along(tmp_path):
-    """A directory with the configuration of a model and its tokenizer may get its weights."""
+    """A save may write weights into a directory that has the model's configuration and tokenizer."""
     path = tmp_path / "model"
     path.mkdir()
     for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
         (path / name).write_text("theirs")
     fastckpt.save(STATE, path)
     assert (path / "config.json").read_text() == "theirs"
-    # Beside our checkpoint they are ordinary files.
+    # Beside a checkpoint of fastckpt, such files are ordinary files.
     (path / "pytorch_model.bin").write_text("exported")
     fastckpt.save(STATE, path)
     assert (path / "pytorch_model.bin").read_text() == "exported"

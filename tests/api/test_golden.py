@@ -106,7 +106,7 @@ def test_golden_types_of_numpy_and_torch_are_read_bit_for_bit(engine):
 
 
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
-    """The format defines the layout: no release changes it."""
+    """The format defines the layout, so that no release may change it."""
     fastckpt.save(golden().training(), tmp_path / "c", files=fastckpt.Files(shard_size=100))
     written, kept = (
         {

@@ -1,4 +1,4 @@
-"""Groups of files: other programs open the directory of a full training state as a model."""
+"""Groups of shards: other programs open the directory of a full training state as a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(path):
 
 
 def headers(path):
-    """Each file's own names."""
+    """The tensor names in each safetensors file, by path."""
     found = {}
     for file in path.rglob("*.safetensors"):
         with safetensors.safe_open(file, "pt") as shard:
@@ -33,7 +33,7 @@ def headers(path):
 
 
 def as_vllm_does(path):
-    """The tensors of the files that a loader finds by name; checks that the index lists exactly these."""
+    """Load the files that vLLM finds by their names, and check that these include all files of the index."""
     chosen = sorted(path.glob("*.safetensors"))
     assert {file.name for file in chosen} >= set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
     return {name: tensor for file in chosen for name, tensor in safetensors.torch.load_file(file).items()}
@@ -85,7 +85,7 @@ def test_a_training_state_opens_as_a_model(family, tied, shard_size, tmp_path, m
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     assert torch.equal(opened.eval()(tokens).logits, model(tokens).logits)
-    # vLLM uses the name of the input embeddings for tied ones.
+    # vLLM uses the name of the input embeddings for tied embeddings.
     read = as_vllm_does(path)
     assert all(torch.equal(tensor, ours[name]) for name, tensor in read.items())
     assert ours.keys() - read.keys() == ({"lm_head.weight"} if tied else set())
@@ -106,7 +106,7 @@ def test_one_shard_of_the_model_is_found_with_and_without_the_index(tmp_path):
         "weight_map": {"a": "model.safetensors", "b.c": "model.safetensors"},
     }
     assert as_vllm_does(tmp_path / "c").keys() == {"a", "b.c"}
-    # A model alone also has an index, by which tools find a checkpoint.
+    # A checkpoint of a model alone has an index, too: tools find checkpoints by it.
     fastckpt.save({"model": state["model"]}, tmp_path / "c")
     assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors", INDEX]
     assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"]}
@@ -126,7 +126,7 @@ def test_several_shards_of_each_group(tmp_path):
     index = json.loads((tmp_path / "c" / INDEX).read_bytes())
     assert index["metadata"]["total_size"] == 1600
     assert index["weight_map"] == {f"w{i}": f"model-0000{i // 2 + 1}-of-00002.safetensors" for i in range(4)}
-    # A tensor in both is stored once, in the model's files.
+    # A tensor of both the model and the optimizer is stored once, in the model's files.
     assert [name for name in headers(tmp_path / "tied") if name.startswith("training")] == []
 
 
@@ -158,7 +158,7 @@ CASES = {
     "no-name": ({"model": {"": ONE}, "": TWO}, "auto", [""], [""]),
     "key-without-a-name": ({"": {"w": ONE}, "o": TWO}, "", ["w"], ["o"]),
     "dots": ({"a.b": {"w": ONE}, "ab": {"w": TWO}}, "a.b", ["w"], ["ab.w"]),
-    # The model's file would have a foreign tensor, under the name of one of the model's.
+    # The model's file would hold a tensor that is not the model's under the name of a model tensor.
     "clash": ({"model.w": TWO, "model": {"w": ONE}}, "auto", ["model.w", "model.w~1"], None),
     "no-second-choice": ({"model.x": TWO, "model": {"w": ONE}, "module": {}}, "auto", ["model.w", "model.x"], None),
     "not-utf-8": ({"\ud800": {"w": ONE}, "o": TWO}, "\ud800", ["w"], ["o"]),
@@ -240,7 +240,7 @@ def test_a_refused_key_holds_no_buffer(tmp_path, save):
 
 
 def test_tensors_shared_with_the_model_are_the_models(tmp_path, save):
-    """In any order of the state, a model's file has all of its tensors."""
+    """Whatever the order of the state, a model's file holds all tensors of the model."""
     w, b = torch.ones(3), torch.zeros(2)
     state = {"ema": {"w": w, "b": b.clone()}, "also": w, "model": {"first": w, "second": w, "b": b}}
     save(state, tmp_path / "c")
@@ -250,7 +250,7 @@ def test_tensors_shared_with_the_model_are_the_models(tmp_path, save):
     assert same(loaded, state)
     pointers = {loaded["ema"]["w"].data_ptr(), loaded["also"].data_ptr(), loaded["model"]["second"].data_ptr()}
     assert len(pointers) == 1
-    # Each place is found under its own name.
+    # Each tied place can be found by its own name.
     with fastckpt.open(tmp_path / "c") as checkpoint:
         assert list(checkpoint) == ["model.first", "ema.b", "model.b"]
         for name in ("ema.w", "also", "model.first", "model.second"):
@@ -320,7 +320,7 @@ def test_a_file_of_somebody_else_is_not_replaced(name, tmp_path, save):
 
 
 def test_an_adapter_beside_a_model_is_somebody_else_s(tmp_path):
-    """It is carried over and copied like other files; beside our adapter, such a file was once lost."""
+    """Such an adapter file is carried over and copied like other files; beside our adapter it was once lost."""
     path, name = tmp_path / "c", "adapter_model.safetensors"
     fastckpt.save({"w": ONE}, path)
     (path / name).write_bytes(b"mine")
@@ -331,7 +331,7 @@ def test_an_adapter_beside_a_model_is_somebody_else_s(tmp_path):
     assert (tmp_path / "d" / name).read_bytes() == b"mine"
     with pytest.raises(OSError, match=f"it holds `{name}`, which is not part of the checkpoint"):
         fastckpt.remove(path)
-    # A shard of this name replaces it; files of an earlier checkpoint are removed.
+    # A shard with the file's name replaces it; a save removes shards of an earlier checkpoint.
     files = fastckpt.Files(model_key="adapter_model")
     fastckpt.save({"adapter_model": {"w": ONE}}, path, files=files)
     assert same(fastckpt.load(path), {"adapter_model": {"w": ONE}})
@@ -344,7 +344,7 @@ def test_an_adapter_beside_a_model_is_somebody_else_s(tmp_path):
 
 
 def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
-    """Under the key ``adapter_model``, with all features of a model's files."""
+    """Files of the key ``adapter_model`` have all features of a model's files."""
     state = {"adapter_model": {"a.lora_A": torch.ones(2, 3), "b": torch.zeros(2)}, "optimizer": {"m": torch.ones(3)}}
     files = fastckpt.Files(model_key="adapter_model")
     for _ in range(2):
@@ -353,7 +353,7 @@ def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
     assert found == ["adapter_model.safetensors", "training/training.safetensors"]
     assert safetensors.torch.load_file(tmp_path / "c" / found[0]).keys() == {"a.lora_A", "b"}
     assert same(fastckpt.load(tmp_path / "c"), state)
-    # Several files, a base, and no file of the adapter under the model's names.
+    # An adapter may have several files and a base, and none of its files has a name of the model's.
     small = fastckpt.Files(model_key="adapter_model", shard_size=24)
     fastckpt.save(state, tmp_path / "d", files=small)
     assert (tmp_path / "d" / "adapter_model-00001-of-00002.safetensors").exists()
@@ -365,4 +365,4 @@ def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
     fastckpt.save(state, tmp_path / "d", files=small)
     assert not (tmp_path / "d" / "model.safetensors").exists()
     for name in "cd":
-        fastckpt.remove(tmp_path / name)  # nothing of others' is in them
+        fastckpt.remove(tmp_path / name)  # raises if another program's files are left

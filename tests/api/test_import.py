@@ -28,16 +28,16 @@ def child(code, *options):
 
 
 def test_import_time(record_property):
-    """Less CPU time than the import of NumPy; the milliseconds are reported, not asserted.
+    """The import takes less CPU time than NumPy's; the milliseconds are only reported.
 
-    It takes half, and up to four fifths in the caches of a machine where ten others run for each core. The fastest
-    rounds of each are compared, and more follow as long as these say too much.
+    It takes half of NumPy's time, and up to four fifths on a machine with ten other processes per core. The test
+    compares the fastest rounds of both, and runs more rounds while the import seems too slow.
     """
     code = (
         "from time import process_time as t; a = t(); import numpy; b = t(); import fastckpt; c = t(); "
         "print(b - a, c - b)"
     )
-    # As installed: compiled once, and not at every import.
+    # The modules are compiled once, as in an installation, and not at every import.
     compileall.compile_dir(fastckpt.__path__[0], quiet=2)
     rounds, share = [], 1.0
     while len(rounds) < 5 or (share >= 1 and len(rounds) < 30):
@@ -81,14 +81,14 @@ assert "torch" not in sys.modules
 
 
 def test_the_public_surface_is_as_written_down():
-    """A change of a name or a signature shows in review: ``harness/surface.py`` describes how the file is written."""
+    """Review shows any change of a name or signature. ``harness/surface.py`` describes how to write the file anew."""
     needs.package("torch")
     assert surface.text() == Path(__file__).with_name("surface.txt").read_text(encoding="utf-8")
     assert len(surface.public(fastckpt)) <= 30
 
 
 def test_no_signature_is_long():
-    """docs/names.md argues the exceptions."""
+    """docs/names.md gives the reasons for the exceptions."""
     needs.package("torch")
     found = dict(surface.documented())
     for name, kind in [pair for pair in found.items() if inspect.isclass(pair[1])]:
@@ -104,14 +104,14 @@ def test_public_names():
     assert {*fastckpt.__all__} <= {*dir(fastckpt), "__version__"}
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
     assert all(getattr(fastckpt, name).__doc__ for name in fastckpt.__all__ if name != "__version__")
-    # A star import keeps Python's own names.
+    # A star import does not hide Python's own names.
     for name in ("copy", "list", "open"):
         assert callable(getattr(fastckpt, name))
         assert name not in fastckpt.__all__
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
 
 
-#: Names of protocols: those of policies, and the methods that torch, Lightning and fsspec call.
+#: Methods of protocols: those of policies, and those that torch, Lightning and fsspec call.
 _OF_PROTOCOLS = {
     *("kept", "due", "ranked"),
     *("setup", "on_fit_start", "on_load_checkpoint", "on_save_checkpoint", "on_train_start"),
@@ -120,7 +120,7 @@ _OF_PROTOCOLS = {
 
 
 def _functions():
-    """Public functions, classes that document arguments, and methods of public classes, each with its full name."""
+    """Public functions, classes that document arguments, and methods of public classes, with their full names."""
     yield from surface.documented()
     for module in surface.modules().values():
         for name, found in surface.public(module).items():
@@ -146,7 +146,7 @@ def test_docstrings_tell_arguments_and_results():
     assert not lacking
 
 
-#: Functions with arguments that raise nothing themselves.
+#: Functions that take arguments and raise no errors of their own.
 _NEVER_RAISE = {
     *("fastckpt.Manager.path", "fastckpt.Manager.steady", "fastckpt.when.Auto.interval"),
     "fastckpt.types.PendingSave.add_done_callback",
@@ -200,7 +200,7 @@ def test_records_tell_their_fields():
 
 
 def test_every_function_and_class_has_an_example_that_runs(request, tmp_path):
-    """In a process that has imported the integrated frameworks, which takes seconds."""
+    """The examples run in a process that has imported the integrated frameworks, which takes seconds."""
     needs.package("torch")
     (tmp_path / "program.py").write_text("""
 import doctest, inspect, os, tempfile

@@ -59,7 +59,7 @@ def test_every_name_that_safetensors_reads_is_used(tmp_path):
             RuntimeError,
             TypeError,
             fastckpt.exceptions.UnsupportedTypeError,
-        ):  # quantized, or bits without a meaning
+        ):  # dtypes of quantized values or of uninterpreted bits
             continue
         with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as shard:
             if shard.get_tensor("w").dtype is dtype:
@@ -105,7 +105,7 @@ def test_transformers_opens_a_model_as_it_lies(family, shard_size, tmp_path, mon
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     tokens = torch.arange(8)[None]
     assert torch.equal(opened.eval()(tokens).logits, model(tokens).logits)
-    # A config beside the checkpoint survives the next save, and the checkpoint stays ours.
+    # A config beside the checkpoint survives the next save, which still replaces the checkpoint.
     fastckpt.save(model.state_dict(), path, files=fastckpt.Files(shard_size=shard_size))
     assert (path / "config.json").exists()
     model.load_state_dict(fastckpt.load(path))

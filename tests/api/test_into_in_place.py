@@ -126,7 +126,7 @@ def test_what_is_immutable_is_replaced_in_what_holds_it(saved):
     assert into["pair"].left is lists[0]
     assert into["tuple"][0] is lists[1]
     assert frozen == Frozen(0)
-    # A tuple whose items were all updated in place is the same one.
+    # A tuple whose items were all updated in place stays the same object.
     root = ({"n": 0}, [torch.zeros(2)])
     assert load(saved(({"n": 1}, [torch.ones(2)])), root) is root
     assert same(root, ({"n": 1}, [torch.ones(2)]))
@@ -141,7 +141,7 @@ def test_the_state_of_a_module_and_its_versions(saved):
     assert same(into, source.state_dict())
     assert into._metadata == source.state_dict()._metadata
     assert same(target.state_dict(), source.state_dict())
-    # They are not values of the state: a checkpoint without them fits.
+    # Attributes are not values of the state: a checkpoint without them fits.
     ordered = collections.OrderedDict((key, value.clone()) for key, value in source.state_dict().items())
     assert load(saved(ordered), into) is into
     assert into._metadata == source.state_dict()._metadata
@@ -201,7 +201,7 @@ def test_what_counts_as_a_value(saved):
     _, report = with_report(load, path, into, strict=False)
     assert len(report.missing) == len(values + tensors)
     assert {"empty.list", "nested.1.1.in", "objects", "(1, 2).3", "tensors.1.sparse"} <= {*report.missing}
-    # Containers count whatever they hold: a list matches a mapping of numbers, too.
+    # Only the kind of a container counts, not its items: a list matches a mapping of numbers, too.
     assert same(load(saved({"a": [5], "b": {"x": 1}}), {"a": {0: 1}, "b": [7]}), {"a": [5], "b": {"x": 1}})
 
 
@@ -241,7 +241,7 @@ def test_parts_of_lists_keep_their_places(saved):
     assert same(
         load(path, into, keys=["a.1.1", "a.2.y", "t.1"]), {"a": [0, [0, 3], {"x": 0, "y": 5}], "t": (0, 2), "n": 0}
     )
-    # If into has no such list, positions close up.
+    # If into= has no such list, the positions close up.
     assert same(load(path, {"a": None}, keys=["a.1.1", "t.1"]), {"a": [[3]], "t": (2,)})
 
 
@@ -268,11 +268,11 @@ def test_parts_of_one_container_at_two_places(saved):
     one = {"x": 0, "y": 0}
     load(path, {"a": one, "b": one}, keys=["a", "b"], exclude="a.x")
     assert one == {"x": 1, "y": 2}
-    # Values that were not chosen may differ.
+    # Values that keys= did not select may differ.
     one = {"x": 0, "y": 0}
     load(saved({"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}), {"a": one, "b": one}, keys=["a.x", "b.x"])
     assert one == {"x": 1, "y": 0}
-    # The first place is not there, or was not chosen: others may still differ.
+    # Even if the first place is absent or not selected, the other places may differ.
     for state, how in (
         ({"a": [3], "b": [1], "c": [2]}, {"keys": ["b", "c"]}),
         ({"b": [1], "c": [2]}, {"strict": False}),
@@ -306,7 +306,7 @@ def test_a_class_that_has_changed_since_changes_nothing(tmp_path):
         with pytest.raises(fastckpt.CheckpointError, match=why):
             fastckpt.load(tmp_path / "c", into=into, registry=now)
         assert repr(into) == before
-    # They fit, whatever tensors are in them.
+    # Records and tables fit, whatever kinds of tensors they hold.
     it = {"it": [record(1, torch.ones(2), torch.ones(3).to_sparse()), table(x=torch.ones(1))]}
     fastckpt.save(it, tmp_path / "c", registry=then)
     into = {"it": [record(0, torch.zeros(2), (2 * torch.ones(3)).to_sparse()), table(x=torch.zeros(1))]}
@@ -385,7 +385,7 @@ CONTAINERS = {
     "space": lambda parts: types.SimpleNamespace(parts=parts),
     "progress": lambda parts: Progress(len(parts), parts, {}),
 }
-#: Changes of `into`: a key more, a list longer or shorter, another kind of leaf.
+#: Changes of `into`: an additional key, a longer or shorter list, another kind of leaf.
 CHANGES = ("none", "none", "none", "none", "none", "none", "more", "less", "other")
 
 
@@ -401,7 +401,7 @@ def trees():
 
 
 def made(tree, *, changed):
-    """A state of a drawn tree, to be saved or to be loaded into."""
+    """The state for a drawn tree, to save it or to load into it."""
     kind, rest, change = tree
     if kind in LEAVES:
         if changed and change == "other" and kind not in {"module", "optimizer", "scheduler"}:
@@ -416,7 +416,7 @@ def made(tree, *, changed):
 
 
 def plain(state):
-    """A copy of a state in lists, with the names of types, and the states of objects."""
+    """A copy of a state as lists, with the names of types and the states of objects."""
     if hasattr(state, "state_dict"):
         state = state.state_dict()
     if isinstance(state, dict):
@@ -429,7 +429,7 @@ def plain(state):
 
 
 def containers(state, found=None):
-    """Every container that is updated in place, by its place."""
+    """All containers that a load updates in place, by their place in the state."""
     found = {} if found is None else found
     rest = [((), state)]
     while rest:

@@ -83,7 +83,7 @@ def test_into_strided_memory(dtype, saved, engine):
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(values.astype(np.uint8)).view(dtype).reshape(shape)
 
-    # Large enough for several blocks; the odd bytes before it make their edges cut elements.
+    # A tensor of several blocks, whose edges cut elements because of the odd bytes before it.
     state = {
         "odd": torch.ones(4097, dtype=torch.uint8),
         "t": make(500, 700),
@@ -104,7 +104,7 @@ def test_into_strided_memory(dtype, saved, engine):
     for name, tensor in state.items():
         assert bits(loaded[name]) == bits(tensor), name
         assert loaded[name] is into[name]
-    assert bits(raw.t()[::2]) == bits(kept.t()[::2]), "what lies between was touched"
+    assert bits(raw.t()[::2]) == bits(kept.t()[::2]), "the load changed elements between the tensor's"
     assert bits(raw.t()[1:1001:2, :700]) == bits(state["t"])
 
 
@@ -257,7 +257,7 @@ def test_into_targets_that_overlap(saved):
             fastckpt.load(path, into=into)
         assert "overlaps in memory with" in str(caught.value)
         assert all(f"['{place}']" in str(caught.value) for place in places.split())
-    # Interleaved is not overlapping.
+    # Interleaved tensors do not overlap.
     fastckpt.load(path, into={"a": table[:, 1], "b": table[:, 2], **apart})
     assert table[0].tolist() == [9, 1, 0]
 
@@ -363,7 +363,7 @@ def test_keys(tree, keys, expected):
 
 @pytest.mark.parametrize("state", [{}, [], 5, None, "text", {"a": {}, "b": [(), 1]}, (1, {2: b"x"})])
 def test_every_key_is_the_whole_state(saved, state):
-    """Even if it holds no tensor."""
+    """`keys="*"` selects the whole state even if it holds no tensor."""
     assert same(fastckpt.load(saved(state), keys="*"), state)
 
 
@@ -425,7 +425,7 @@ def test_keys_bring_what_training_goes_on_with(saved):
     into = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
     assert same(fastckpt.load(path, into=into, keys=["model.*", "step"])["step"], 7)
     assert same(dict(into["model"]), dict(state["model"]))
-    # Before the first step its state is an empty dict, without which it cannot be loaded.
+    # Before the first step the optimizer's state is an empty dict, which its load_state_dict needs.
     loaded = fastckpt.load(saved({"optimizer": fresh, "w": torch.ones(1)}), keys="optimizer.*")
     assert same(loaded, {"optimizer": fresh})
 
@@ -492,7 +492,7 @@ def test_keys_of_tied_tensors_name_places(saved):
     path = saved({"model": {"embed": w, "head": w, ("t", 1): [w]}, frozenset({1}): w, "other": torch.zeros(1)})
     assert same(fastckpt.load(path, keys="model.head"), {"model": {"head": w}})
     assert same(fastckpt.load(path, keys="*('t', 1).0"), {"model": {("t", 1): [w]}})
-    # A place whose key has no name follows the first place.
+    # A tied place whose key has no name follows the first place.
     assert same(fastckpt.load(path, keys="model.embed"), {"model": {"embed": w}, frozenset({1}): w})
     both = fastckpt.load(path, keys=["model.embed", "model.head"])["model"]
     assert both["embed"] is both["head"]
@@ -565,7 +565,7 @@ def test_framework_numpy_without_the_dtype(saved, monkeypatch):
 
 
 def test_framework_numpy_through_ml_dtypes(saved, monkeypatch):
-    # A stand-in: the bits of a bfloat16 are those of this integer.
+    # A stand-in for the bfloat16 of ml_dtypes: an integer of the same bits.
     monkeypatch.setitem(sys.modules, "ml_dtypes", types.SimpleNamespace(bfloat16=np.uint16))
     w = torch.randn(3).bfloat16()
     loaded = fastckpt.load(saved({"w": w}), framework="numpy")
@@ -591,7 +591,7 @@ def test_framework_torch(saved):
         fastckpt.load(saved({"s": np.array(["a"])}), framework="torch")
 
 
-# The rest.
+# Other options.
 
 
 def test_verify_off_still_loads_and_verify_on_finds_damage(saved):
@@ -643,7 +643,7 @@ def test_all_tensors_of_a_state_without_any(tmp_path):
 )
 @settings(max_examples=80, deadline=None)
 def test_into_memory_of_any_strides(strided, data, name, kind):
-    """Dimensions in any order, with gaps, and for numpy backwards: only the elements are written to."""
+    """With permuted dimensions, gaps and, in numpy, negative strides, a load writes only to the elements."""
     path, state = strided
     array = state[name]
     steps = [data.draw(st.sampled_from([1, 2, 3] if kind == "torch" else [1, 2, 3, -1, -2])) for _ in array.shape]

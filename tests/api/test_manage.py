@@ -1,4 +1,4 @@
-"""``fastckpt.list`` and ``fastckpt.remove``. The protocol is tested in the core."""
+"""``fastckpt.list`` and ``fastckpt.remove``. The core's tests cover the protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fastckpt
 
 @pytest.fixture
 def run(tmp_path):
-    """A directory of three checkpoints and other entries."""
+    """A directory with three checkpoints and other entries."""
     for step in (10, 2, 1):
         fastckpt.save({"a": np.full(1000, step)}, tmp_path / f"step-{step}")
     (tmp_path / "logs").mkdir()
@@ -103,7 +103,7 @@ def test_a_list_goes_by_the_step_or_by_time(tmp_path):
     (tmp_path / "run" / "run2-step-100" / "fastckpt.json").write_bytes(b"")
     names = ["run2-step-100", "run2-step-20", "run2-step-3", "final"]
     assert [one.name for one in fastckpt.list(tmp_path / "run")] == names
-    # Their numbers are not steps.
+    # The numbers in dates are not steps.
     dates = ["run-2023-12-31", "run-2024-06-01", "run-2024-05-30"]
     for name in dates:
         fastckpt.save({}, tmp_path / "dates" / name)
@@ -118,7 +118,7 @@ def test_remove_waits_for_a_save_in_flight(tmp_path):
     state = {"a": np.zeros(1 << 20)}
     path = tmp_path / "c"
     fastckpt.save(state, path)
-    # So slow that the save is in flight when remove is called, in any order of threads.
+    # The save is so slow that it is in flight when remove is called, whichever thread runs first.
     pending = fastckpt.save_async(state, path, io=fastckpt.IO(bandwidth_limit=16 << 20))
     caller = threading.Thread(target=fastckpt.remove, args=(path,))
     caller.start()

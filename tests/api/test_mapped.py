@@ -1,4 +1,4 @@
-"""``load(io=IO(mmap=True))``: tensors are pages of the files, checked and not copied."""
+"""``load(io=IO(mmap=True))``: tensors are verified pages of the files, not copies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved,
     report = last_report(caplog)
     assert (set(report.paths), report.copied, report.engine) == ({"buffered: mapped"}, 0, "buffered")
     assert report.bytes == sum(info.bytes for info in map(fastckpt.open(path).info, fastckpt.open(path)))
-    # A single tensor keeps its shard mapped, and the end of the last one unmaps it.
+    # A single tensor keeps its shard mapped, until the last tensor of the shard is freed.
     kept = loaded["n"][3]
     del loaded
     gc.collect()
@@ -203,14 +203,14 @@ def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, thread
     assert report.copied == sum(sizes)
     assert report.bytes == sum(sizes) + 5000
     assert report.phases["read"] <= report.seconds
-    # Nothing needs the files any more.
+    # Without the loaded state, nothing needs the mappings.
     del loaded
     gc.collect()
     assert not mappings(path)
 
 
 def test_when_the_interpreter_ends(saved):
-    """Thread pools accept no more work by then."""
+    """Thread pools accept no more work while the interpreter exits."""
     code = """if True:
         import atexit, sys, numpy, fastckpt
 
@@ -227,7 +227,7 @@ def test_when_the_interpreter_ends(saved):
 
 
 def test_signs_are_flipped_in_a_copy(tmp_path):
-    """The pages themselves stay: another tensor may be made from them."""
+    """The pages themselves stay unchanged: another tensor may be made from them."""
     wanted = torch.randn(3000, dtype=torch.complex64)
     fastckpt.save({"w": wanted}, tmp_path / "c")
     into = {"w": torch.zeros(3000, dtype=torch.complex64).conj()}

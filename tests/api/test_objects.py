@@ -70,7 +70,7 @@ def states(training):
 @pytest.mark.parametrize("steps", [0, 1, 5], ids=["fresh", "one", "five"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(tmp_path, name, steps):
-    """Like with torch.load and load_state_dict, whatever the optimizer had before."""
+    """Training continues as after torch.load and load_state_dict, whatever the optimizer held before."""
     trained = everything(name)
     fastckpt.save(states(trained), tmp_path / "c")
     torch.save(states(trained), tmp_path / "t")
@@ -117,7 +117,7 @@ def test_an_object_at_the_root_and_in_containers(tmp_path):
 
 
 class Extra(torch.nn.Module):
-    """Its extra state is a tensor that is new at each request, and of another size each time."""
+    """A module whose extra state is a new tensor at each request, each time of another size."""
 
     def __init__(self, note):
         super().__init__()
@@ -175,7 +175,7 @@ def test_extra_state_that_only_one_side_has(tmp_path, there):
 
 
 class Packed(torch.nn.Module):
-    """Its state has a value that is not its own tensor, like the packed description of a quantised weight."""
+    """A module whose state has a value that is no tensor of the module, like the packed form of a quantised weight."""
 
     def __init__(self, value):
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_module_gets_what_is_not_a_tensor_of_its_own(tmp_path):
 
 
 class Hooked(torch.nn.Module):
-    """It keeps values made from its tensors, and its hook requires every key."""
+    """A module that keeps a value computed from its tensors, and whose hook requires every key."""
 
     def __init__(self, value):
         super().__init__()
@@ -221,7 +221,7 @@ def test_hooks_of_a_module_run_when_its_tensors_were_filled(tmp_path):
 
 
 class Wrapping(torch.nn.Module):
-    """A module whose state has another structure, which only the module itself understands."""
+    """A module whose state has another structure than the module, which only its own methods can read."""
 
     def __init__(self, value):
         super().__init__()
@@ -275,9 +275,9 @@ def test_tied_and_untied_modules(tmp_path):
 
     tied, apart = Language(True), Language(False)
     fastckpt.save(tied.state_dict(), tmp_path / "tied")
-    # Like Hugging Face's file: without the head.
+    # A file without the head, like Hugging Face's.
     fastckpt.save({"embed.weight": tied.state_dict()["embed.weight"]}, tmp_path / "less")
-    # Like in a format without ties.
+    # A file with two equal tensors, as in a format without ties.
     fastckpt.save({name: value.clone() for name, value in tied.state_dict().items()}, tmp_path / "twice")
     fastckpt.save(apart.state_dict(), tmp_path / "apart")
     for path in ("tied", "less", "twice"):
@@ -316,7 +316,7 @@ def test_whatever_takes_a_state_gets_it(tmp_path):
     loader, none = Stateful(), Stateful()
     loaded = fastckpt.load(tmp_path / "c", into={"loader": loader, "none": none})
     assert loaded == {"loader": loader, "n": 5, "none": none}
-    # A request for its state may change it: a data loader would start its workers.
+    # The load does not call its state_dict, which may have effects: a data loader would start its workers.
     assert loader.asked == 0
     assert same(loader.given, [state["loader"]])
     assert none.given == [{}]
@@ -373,7 +373,7 @@ def test_nothing_is_changed_when_anything_does_not_fit(tmp_path):
     ],
 )
 def test_the_state_of_another_class_is_refused(tmp_path, part, other, theirs, mine):
-    """torch accepts it silently, or raises after it has filled tensors."""
+    """torch accepts such a state silently, or raises after filling tensors."""
     fastckpt.save(states(everything("adam")), tmp_path / "c")
     training = everything("adam", seed=3)
     training[part] = other(training)

@@ -1,4 +1,4 @@
-"""Spans and metrics that an SDK of OpenTelemetry gets from saves, loads and verifications."""
+"""Spans and metrics that an OpenTelemetry SDK receives from saves, loads and verifications."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_asynchronous_save_ends_when_durable_in_the_span_of_its_call(sdk, tmp
     assert seconds(spans["fastckpt.save.stage"]) == pytest.approx(report.phases["stage"], abs=2e-9)
     others = set(spans) - {"fastckpt.save"}
     assert "fastckpt.save.wait" in others
-    # Beside the stall of the caller: the phases go on without it.
+    # The phases are siblings of the caller's stall, because they go on after it.
     assert {parent(spans[name]) for name in others} == {whole.context.span_id}
     assert whole.attributes["fastckpt.asynchronous"] is True
     [point] = sdk.points()["fastckpt.operation.stall"]
@@ -343,7 +343,7 @@ def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk,
     finally:
         go.set()
     join_saves()
-    # It shows when the save ended, not when that was reported.
+    # The span ends when the save ended, not when the end was reported.
     assert sdk.spans()["fastckpt.save"].end_time <= at[0]
 
 
@@ -351,7 +351,7 @@ def test_a_signal_handler_may_save_while_a_span_is_exported(sdk, tmp_path):
     lock = threading.Lock()
 
     class Handler(SpanProcessor):
-        """Holds a non-reentrant lock while a handler saves, because exporters may be interrupted."""
+        """A processor that saves while it holds a non-reentrant lock, as if a signal interrupted an exporter."""
 
         saved = False
 
@@ -391,7 +391,7 @@ fastckpt.save({{{{"a": 1}}}}, path), fastckpt.save_async({{{{"a": 1}}}}, path).r
 print([name for name, module in sys.modules.items() if "telemetry" in name and module])
 """
     assert child(code.format("")) == "[]"
-    # As if it were not installed.
+    # A None in sys.modules acts as if OpenTelemetry were not installed.
     assert child(code.format("sys.modules['opentelemetry'] = None")) == "[]"
 
 

@@ -149,7 +149,7 @@ def test_a_part_that_is_missing_leaves_out_the_whole(saved, registry):
 
 
 def test_keys_choose_in_into_too(saved):
-    """Values that keys= selects and into has must be there; the rest of into stays unchanged."""
+    """The checkpoint must have the values of into= that keys= selects; the rest of into= stays unchanged."""
     path = saved({"a": torch.ones(2), "b": torch.ones(3)})
     with pytest.raises(StructureMismatchError, match=r"\['c'\]: not in the checkpoint"):
         fastckpt.load(path, into={"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, keys="*")
@@ -185,7 +185,7 @@ def test_a_tie_of_the_checkpoint_need_not_be_in_into(saved):
 
 @pytest.mark.parametrize("size", [6, 3 << 20])
 def test_what_is_tied_in_into_may_be_stored_apart_if_it_is_equal(saved, engine, size):
-    """The checksums of extents depend on the start of a tensor; those of whole tensors do not."""
+    """Checksums of whole tensors show that tensors are equal; those of extents depend on where a tensor starts."""
     w, odd = torch.randn(size), torch.ones(size % 7 + 3, dtype=torch.uint8)
     path = saved({"a": w, "odd": odd, "b": w.clone(), "c": w + 1, "d": w.view(torch.int32).clone()})
     one = torch.zeros(size)
@@ -218,7 +218,7 @@ def test_prefixes_of_wrappers_come_off(saved):
         loaded = fastckpt.load(path, rename=fastckpt.strip_prefix(*prefixes))
         assert list(loaded["model"]) == list(model.state_dict())
         assert loaded["x"] == 5
-        # The versions of the modules follow them.
+        # The renaming includes the modules' versions.
         assert loaded["model"]._metadata["1"] == {"version": 2}
         model.load_state_dict(loaded["model"])
     fresh = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -241,7 +241,7 @@ def test_rename_by_dict_and_function(saved):
     expected = {"A": {"v": torch.ones(1), 3: "w"}, "b": [{"v": 1}], ("a", "w"): 2, "c": {"w"}}
     assert same(fastckpt.load(path, rename={"w": "v", "a": "A"}), expected)
     assert same(fastckpt.load(path, rename=lambda key: {"w": "v", "a": "A"}.get(key, key)), expected)
-    # By the names in the file, and then by other keys.
+    # keys= uses the names in the file; rename= applies after it.
     assert same(fastckpt.load(path, keys="a.w", rename={"w": "v"}), {"a": {"v": torch.ones(1)}})
     into = {"a": {"v": torch.zeros(1)}, "more": torch.zeros(1)}
     assert fastckpt.load(path, keys="a.*", rename={"w": "v"}, into=into)["a"]["v"] is into["a"]["v"]
@@ -289,7 +289,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_cast_gives_what_to_would(saved, engine, target):
-    """Even if edges of blocks cut elements: the tensors before have odd lengths."""
+    """A cast equals `to`, even if block edges cut elements, because tensors of odd lengths precede them."""
     generator = torch.Generator().manual_seed(0)
     state = {"odd": torch.ones(4097, dtype=torch.uint8)}
     for dtype in FLOATS:
@@ -335,7 +335,7 @@ def test_cast_gives_what_to_would(saved, engine, target):
 
 
 def test_one_dtype_for_all_leaves_the_step_of_optimizers(saved):
-    """In bfloat16, 1000 + 1 is 1000."""
+    """In bfloat16, a step count would stay at 1000, because 1000 + 1 is 1000."""
     path = saved({"o": {"state": {0: {"step": torch.tensor(1001.0), "m": torch.ones(2)}}}, "step": torch.ones(1)})
     loaded = fastckpt.load(path, dtype="bfloat16")
     assert loaded["o"]["state"][0]["step"].item() == 1001
@@ -447,7 +447,7 @@ def test_into_with_a_cast(saved, engine):
     loaded = fastckpt.load(path, into=into, dtype=wishes, io=engine)
     assert all(loaded[name] is into[name] for name in into)
     assert torch.equal(into["w"], state["w"].to(torch.bfloat16))
-    assert (raw.t()[1::2] == 9).all(), "what lies between was touched"
+    assert (raw.t()[1::2] == 9).all(), "the load changed elements between the tensor's"
     assert (into["n"] == state["n"].astype(np.float32)).all()
     with pytest.raises(StructureMismatchError, match="dtype float16 by dtype=, bfloat16 in into="):
         fastckpt.load(path, into=into, dtype={**wishes, "w": "float16"})
@@ -492,7 +492,7 @@ def test_tensors_made_of_several_that_have_no_place_in_into(saved, kind, into):
     path = saved({"x": value, "b": torch.ones(3)})
     assert "x" not in fastckpt.load(path, into=dict(into), strict=False)
     if kind != "broadcast":
-        # Containers of a chosen value are included, and so is a tensor that is its key.
+        # A selected value comes with its containers, and with a tensor that is its key.
         path = saved({value: 1, "b": torch.ones(3)})
         loaded = fastckpt.load(path, into=dict(into), strict=False)
         (key,) = (key for key in loaded if type(key) is not str)

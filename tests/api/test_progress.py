@@ -1,4 +1,4 @@
-"""The lines of a long operation in the training log while it runs."""
+"""The lines that a long operation writes to the training log while it runs."""
 
 from __future__ import annotations
 

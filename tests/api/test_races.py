@@ -10,7 +10,7 @@ import pytest
 
 import fastckpt
 
-SAVES = 200  # of each saver, at least: it goes on until its standard input ends
+SAVES = 200  # by each saver at least, which goes on until its standard input is closed
 SAVER = """
 import select, sys
 import numpy as np
@@ -28,7 +28,7 @@ print(number)
 
 @pytest.fixture
 def savers(tmp_path):
-    """Two processes that save to one path, as fast as they can."""
+    """Starts two processes that save to one path as fast as they can."""
     fastckpt.save({"a": np.zeros(100, np.int64), "number": 0}, tmp_path / "c")
     command = [sys.executable, "-c", SAVER, str(tmp_path / "c")]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Reports do not change after they are made."""
+"""Reports cannot be changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``save(..., base=...)``: unchanged files are linked, and every directory stays complete without the others."""
+"""``save(..., base=...)`` links unchanged files, and every directory is complete without the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def fine_tune(rows=50):
-    """A state of which one percent is trained; 4 kB for each row."""
+    """A state of 4 kB for each row. Training changes one percent of the state."""
     frozen = {f"layers.{index}.weight": torch.full((rows, 100), float(index)) for index in range(10)}
     return {
         "model": {**frozen, "head.weight": torch.zeros(rows, 5)},
@@ -46,7 +46,7 @@ def size(state):
 
 
 def check(path, state):
-    """Check that the checkpoint is whole, has this state, and readers of the model find only the model."""
+    """Check that the checkpoint is whole and has this state, and that readers of the model find only the model."""
     assert fastckpt.verify(path).ok
     assert same(fastckpt.load(path), state)
     found = {}
@@ -62,7 +62,7 @@ def check(path, state):
 
 
 def own_bytes(path):
-    """Bytes of files that no other directory has."""
+    """Bytes of the files that no other directory shares."""
     return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file() and entry.stat().st_nlink == 1)
 
 
@@ -108,7 +108,7 @@ def test_an_unchanged_state_is_linked_whole(tmp_path, asynchronous, engine):
         report = fastckpt.save(state, tmp_path / "1", base=tmp_path / "0", io=engine)
     assert (report.bytes, report.linked_files, report.shards) == (0, 2, 2)
     assert same(fastckpt.load(tmp_path / "1"), state)
-    # A later change of the state does not reach pages of the base.
+    # A later change of the state does not change pages of the base.
     state["array"][0] = 7
     report = fastckpt.save(state, tmp_path / "2", base=tmp_path / "1")
     assert (report.linked_files, report.bytes) == (
@@ -130,7 +130,7 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
         pending = fastckpt.save_async(state, tmp_path / str(step), base=base, io=fastckpt.IO(max_in_flight=4))
         saves.append((pending, {**state, "step": step}))
         train(state)
-    # Each has waited for its base, which was in flight at the call.
+    # Each save has waited for its base, which was in flight at the call.
     reports = [pending.result() for pending, _ in saves]
     assert [report.linked_files for report in reports] == [0, 0, 1, 1]
     assert reports[3].staged == size(state)
@@ -169,7 +169,7 @@ def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
 
 
 def crc64xz(data):
-    """The definition, bit by bit."""
+    """CRC-64/XZ by its definition, bit by bit."""
     value = (1 << 64) - 1
     for byte in data:
         value ^= byte
@@ -195,7 +195,7 @@ def test_both_checksums_of_a_tensor_decide(tmp_path):
         return report.linked_files
 
     assert linked(len) == 1
-    # The first checksum is still right: only the second shows that this is another tensor.
+    # The first checksum still matches: only the second one shows another tensor.
     assert linked(lambda tensor: tensor.update(crc64xz="0" * 16)) == 0
     assert linked(lambda tensor: tensor.update(crc64xz="none")) == 0
     assert linked(lambda tensor: tensor.pop("crc64xz")) == 0
@@ -204,7 +204,7 @@ def test_both_checksums_of_a_tensor_decide(tmp_path):
 def test_a_base_whose_files_nobody_vouches_for_is_read(tmp_path):
     state = fine_tune()
     fastckpt.save(state, tmp_path / "base")
-    # This copy has other times.
+    # The copy's files have other times than the manifest records.
     shutil.copytree(tmp_path / "base", tmp_path / "copy", copy_function=shutil.copyfile)
     body = manifest.body_of(tmp_path / "base")
     del body["saved"]["files"]
@@ -243,7 +243,7 @@ def test_other_names_types_and_groups_are_other_tensors(tmp_path):
     ):
         change()
         report = fastckpt.save(state, tmp_path / "new", base=tmp_path / "base")
-        assert report.linked_files == 1, "that of x alone"
+        assert report.linked_files == 1, "only the file of x is linked"
         assert same(fastckpt.load(tmp_path / "new"), state)
     # Without a separate model, the names in the headers differ.
     state = {"model": {"a": torch.zeros(64), "b": torch.zeros(64)}}
@@ -299,7 +299,7 @@ def test_what_cannot_be_a_base_costs_time_alone(tmp_path):
 def test_a_base_on_another_file_system_is_written_anew(tmp_path):
     state = fine_tune()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        assert Path(other).stat().st_dev != tmp_path.stat().st_dev, "two file systems"
+        assert Path(other).stat().st_dev != tmp_path.stat().st_dev, "the test needs two file systems"
         fastckpt.save(state, Path(other) / "base")
         report = fastckpt.save(state, tmp_path / "c", base=Path(other) / "base")
     assert report.linked_files == 0
@@ -325,7 +325,7 @@ def test_blocks_are_shared_where_no_link_can_be_made(kind):
         assert (report.linked_files, report.warnings) == (2, ())
         assert all(entry.stat().st_nlink == 1 for entry in (point / "c").rglob("*") if entry.is_file())
         check(point / "c", state)
-        # It has the time of the base's file, so it is linked without a read.
+        # Each copy has the time of the base's file, so that the next save links it without reading it.
         assert [(point / "c" / file.relative_to(point / "base")).stat().st_mtime_ns for file in files] == [
             file.stat().st_mtime_ns for file in files
         ]
@@ -358,7 +358,7 @@ def test_a_kill_before_the_commit_leaves_the_base_as_it_was(tmp_path):
     [left] = [entry for entry in tmp_path.iterdir() if entry.name != "base"]
     linked = left / "model.safetensors"
     assert linked.stat().st_nlink == 2
-    # Like after a kill before the file had its name.
+    # The directory then looks as after a kill before the file got its name.
     linked.rename(left / ".fastckpt-linked-0")
     fastckpt.save({}, tmp_path / "d")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "d"]
@@ -368,7 +368,7 @@ def test_a_kill_before_the_commit_leaves_the_base_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_history_of_changes(tmp_path, seed):
-    """Tensors change, come and go at random; every checkpoint holds its state, and there are few files."""
+    """Tensors change, come and go at random; every checkpoint has its state and few files."""
     chance = random.Random(seed)
     changes = [chance.choice([0.0, 0.0, 0.02, 0.3, 1.0]) for _ in range(40)]
     state = {"model": {}, "more": {}}

@@ -17,7 +17,7 @@ SHARD = 3_000_000
 
 
 def aside(values: np.ndarray, address: int) -> np.ndarray:
-    """The values at an address that is ``address`` modulo 4096."""
+    """A copy of the values at an address that is ``address`` modulo 4096."""
     memory = np.empty(values.nbytes + 8192, np.uint8)
     skip = (address - memory.ctypes.data) % 4096
     moved = memory[skip : skip + values.nbytes].view(values.dtype).reshape(values.shape)
@@ -27,13 +27,13 @@ def aside(values: np.ndarray, address: int) -> np.ndarray:
 
 
 def state(address=64, move=torch.from_numpy, array=lambda values: values, order=1):
-    """One state of several shards of both groups, its tensors at one address modulo 4096, its dicts in one order."""
+    """A state for several shards of both groups, its tensors at ``address`` modulo 4096, its dicts in a given order."""
     random = np.random.default_rng(5)
     weights = {f"layers.{i}.w": random.standard_normal((300, 1024), np.float32) for i in range(7)}
     weights |= {"odd": random.standard_normal(1001), "bytes": np.arange(5, dtype=np.uint8), "none": np.zeros((0, 3))}
     places = {name: aside(values, address) for name, values in weights.items()}
     model = {name: move(values) for name, values in places.items()}
-    # Views with strides, types that safetensors lacks, arrays: all kinds of sources.
+    # The state has all kinds of sources: strided views, types that safetensors lacks, and arrays.
     model["turned"] = model["layers.0.w"].t()
     moments = {i: {"m": array(aside(weights["layers.1.w"] * i, address))} for i in range(5)}
     wide = move(aside(np.arange(700_000, dtype=np.float32), address)).to(torch.complex128)

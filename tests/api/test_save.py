@@ -1,4 +1,4 @@
-"""Reports, logging, arguments and overwriting."""
+"""Reports, logging, arguments, and saves over existing checkpoints."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_sizes_take_units(shard_size, tmp_path):
 
 
 def test_the_checkpoint_tells_what_was_left_out(tmp_path):
-    """For patterns of any length and characters: unsafe characters are escaped, and long patterns are cut."""
+    """The checkpoint records the patterns of exclude=, with unsafe characters escaped and long patterns cut."""
     state = {"a": 1, "b\n": 2, "c": 3, "d": {"e" * 300: 4}}
     fastckpt.save(state, tmp_path / "c", exclude=["b\n", "[c]"])
     assert fastckpt.open(tmp_path / "c").origin.options == {"exclude": "b\\n, [c]"}
@@ -132,7 +132,7 @@ URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("as_path", [str, pathlib.Path, os.fsencode])
 def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
-    """Not even if a makedirs() has made the directory ``s3:``: no user would look for it there."""
+    """A save refuses a URL even if makedirs() has made a directory ``s3:``, where nobody looks for a checkpoint."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path(url).parent.mkdir(parents=True)
     given = as_path(url)
@@ -270,7 +270,7 @@ def test_files_come_with_the_checkpoint(tmp_path, save):
     files = {"config.json": '{"é": 1}', "raw.bin": binary, "view": memoryview(b"v"), source.name: source, "none": b""}
     pending = save({"w": np.ones(3)}, path, files=files, overwrite=False)
     if save is fastckpt.save_async:
-        # The content at the call counts.
+        # The save writes the contents from the time of the call.
         binary[:] = b"late"
         source.unlink()
         pending.result()

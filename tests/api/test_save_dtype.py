@@ -1,4 +1,4 @@
-"""``dtype=`` of a save: a copy for release, cast during the save."""
+"""``dtype=`` of a save casts tensors on the way, for a release."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tied_tensors_stay_tied(tmp_path, way, shape):
 @pytest.mark.parametrize("io", ["uring", "threads", "buffered"])
 @pytest.mark.parametrize("block", [4096, 12_288])
 def test_elements_that_blocks_cut(tmp_path, monkeypatch, io, block):
-    """Tensors of an odd number of bytes precede the cast ones, in which blocks end anywhere."""
+    """Tensors of odd sizes precede the cast tensors, so that blocks end within elements."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(block))
     state = {f"{n}": torch.randn(n) for n in (1, 1023, 5001, 70_003)} | {"odd": torch.ones(4097, dtype=torch.uint8)}
     fastckpt.save(state, tmp_path / "c", dtype={"1": "float8_e5m2", "*3": "bfloat16", "*": "float64"}, io=io)
@@ -226,7 +226,7 @@ def test_many_tensors_that_lose(tmp_path):
     assert "'w1', 'w2', 'w3', ...; give" in other
 
 
-# The right moment.
+# The moment at which a cast reads its tensor.
 
 
 def test_a_save_in_the_background_casts_what_was_there_at_the_call(tmp_path):
@@ -282,7 +282,7 @@ def test_what_is_no_dtype(tmp_path, way):
 
 
 def test_a_refusal_lets_go_of_the_callers_buffers(tmp_path):
-    """Even while the error, and with it every frame, is kept."""
+    """A refused save keeps no buffers, even while the error keeps all frames alive."""
     buffer = bytearray(5000)
     with pytest.raises(KeyError) as one:
         fastckpt.save({"b": buffer}, tmp_path / "c", dtype={"x": "float16"})

@@ -18,7 +18,7 @@ OF_LOADS = {"storage_bytes", "peer_bytes", "sent_bytes"}
 
 
 def figures(report):
-    """Without what comes before the names."""
+    """The scalars by their names without a prefix."""
     before = f"checkpoint/{report.operation}_"
     found = report.scalars()
     assert all(name.startswith(before) for name in found)

@@ -1,4 +1,4 @@
-"""Many ranks, many shards, files with leases: the limited resources of a node and a process are shared."""
+"""Many ranks, many shards, files with leases: how processes share the limited resources of a node."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ranks_that_load_one_path_read_the_storage_once(tmp_path):
     assert found == total
     if moved[0] < 64 * MIB:
         needs.missing("a temporary directory on a disk, and files that can be dropped from the page cache")
-    # If another process drops the page cache meanwhile, the storage is read again, but not in each attempt.
+    # If another process drops the page cache meanwhile, the storage is read again, but hardly in all four attempts.
     for _ in range(4):
         moved, found = read_by_ranks(tmp_path / "c", 4, "auto")
         assert found == total
@@ -113,7 +113,7 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     assert (SHARED in report.paths) == shared
     if shared:
         assert (report.engine, report.fallback) == ("buffered", None)
-    # Verifications must read the disk, and each rank writes alone.
+    # Verifications must read the disk, and each rank writes its own checkpoint.
     assert SHARED not in fastckpt.verify(tmp_path / name, **options).paths
     assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).paths
 
@@ -129,7 +129,7 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     ],
 )
 def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, ahead, monkeypatch, tmp_path):
-    """Different ranks read different parts; selected tensors are read once only from shared storage. Only shared
+    """Ranks may select different tensors, so only shared storage is read once for selected tensors, too. Only shared
     storage is asked to read ahead."""
     wanted = state(16 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -161,7 +161,7 @@ fastckpt.load(sys.argv[1], io=sys.argv[2])
 
 
 def test_the_kernel_reads_ahead_of_ranks_that_share(tmp_path):
-    """Each byte of each shard is requested once, and the first 64 MiB of a shard before the first block is read."""
+    """Read-ahead requests each byte of a shard once, and the first 64 MiB before the first block is read."""
     with mounts.mount("fuse", size=512 * MIB) as point:
         fastckpt.save(state(200 * MIB), point / "c", files=fastckpt.Files(shard_size="100MiB"))
         command = [sys.executable, "-c", READ, str(point / "c"), "auto", "2"]
@@ -177,7 +177,7 @@ def test_the_kernel_reads_ahead_of_ranks_that_share(tmp_path):
         ours = [call for call in advised if call.fd_paths() == [shard]]
         place = {call: [int(word) for word in call.arguments.split(", ")[1:3]] for call in ours}
         ours.sort(key=place.__getitem__)
-        # The kernel serves no more of one request.
+        # The kernel reads at most 128 KiB for one request.
         assert max(length for _, length in place.values()) == 128 << 10
         gaps = [place[b][0] - sum(place[a]) for a, b in itertools.pairwise(ours)]
         assert all(0 <= gap < 4096 for gap in gaps)
@@ -227,7 +227,7 @@ import json, os, resource, sys
 import fastckpt
 
 checkpoint = fastckpt.open(sys.argv[1], io="threads")
-# No descriptor below the limit is free.
+# Now all descriptors below the limit are in use.
 last = os.open("/dev/null", os.O_RDONLY)
 resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
 try:
@@ -238,7 +238,7 @@ except OSError as error:
 
 
 def test_no_descriptor_at_all_tells_what_helps(tmp_path):
-    # With more than 64 shards, none is open before its first read.
+    # In a checkpoint of more than 64 shards, no shard is open before its first read.
     wanted = {str(number): np.ones(50, np.uint8) for number in range(65)}
     fastckpt.save(wanted, tmp_path / "c", files=fastckpt.Files(shard_size=1))
     command = [sys.executable, "-c", NONE, str(tmp_path / "c")]
@@ -262,7 +262,7 @@ except OSError as error:
     sys.exit(f"no lease: {error}")
 print("held", flush=True)
 signal.sigwait([signal.SIGIO])
-# Each that asked has been refused by now, or waits.
+# By now, each process that opened the file has been refused or waits.
 time.sleep(0.3)
 print("asked", flush=True)
 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

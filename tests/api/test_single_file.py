@@ -1,4 +1,4 @@
-"""Files in any format: a file closed by ``open_write`` is whole and durable, and ``open_read`` verifies it."""
+"""Files in any format: a closed file of ``open_write`` is whole and durable, and ``open_read`` verifies it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from harness.draws import one_in
 from harness.rot import rot
 
 ENGINES = ["auto", "uring", "threads", "direct", "buffered"]
-#: The unit that one thread writes at a time.
+#: The bytes that one thread writes at a time.
 BLOCK = 8 << 20
 CHECKSUM = "user.fastckpt.crc64nvme"
 
 
 @pytest.fixture
 def parent(tmp_path):
-    """The directory of the file, with nothing else in it."""
+    """An empty directory for the file."""
     directory = tmp_path / "parent"
     directory.mkdir()
     return directory
@@ -41,7 +41,7 @@ def parent(tmp_path):
 
 @pytest.fixture(scope="module")
 def data():
-    """Bytes of a few blocks, not a whole number of pages."""
+    """Bytes for more than five blocks, and not a whole number of pages."""
     return np.random.default_rng(7).integers(0, 256, 5 * BLOCK + 4097, np.uint8).tobytes()
 
 
@@ -60,7 +60,7 @@ def write(path, content, **options):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("threads", [None, 1])
 def test_what_was_written_in_pieces_is_read(parent, data, engine, threads):
-    """Mutant: the block that a piece ends in is written twice, or not at all."""
+    """Mutant: the block in which a write ends is written twice, or not at all."""
     draw = random.Random(f"{engine} {threads}")
     with fastckpt.open_write(parent / "file", io=fastckpt.IO(engine, threads=threads)) as file:
         at = 0
@@ -79,12 +79,12 @@ def test_what_was_written_in_pieces_is_read(parent, data, engine, threads):
 def test_every_length(parent, data, nbytes):
     write(parent / "file", data[:nbytes])
     assert (parent / "file").read_bytes() == data[:nbytes]
-    assert (parent / "file").stat().st_blocks * 512 <= nbytes + BLOCK, "what was allocated ahead is given back"
+    assert (parent / "file").stat().st_blocks * 512 <= nbytes + BLOCK, "the close frees space that was allocated ahead"
     fastckpt.open_read(parent / "file").close()
 
 
 def test_memory_may_change_once_a_write_returns(parent, data):
-    """Mutant: a write does not wait until the threads have copied."""
+    """Mutant: a write returns before the threads have copied its bytes."""
     memory = bytearray(data)
     with fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1)) as file:
         file.write(memory)
@@ -121,7 +121,7 @@ def test_a_limit_of_the_bandwidth_holds(parent, data):
 
 
 def test_memory_is_the_callers_again_once_a_write_returns(parent, data):
-    """Mutant: a block keeps a view of it."""
+    """Mutant: a block keeps a view of the caller's memory."""
     memory = bytearray(data)
     with fastckpt.open_write(parent / "file") as file:
         file.write(memory)
@@ -140,7 +140,7 @@ def test_the_path_stays_as_it_is_until_the_file_is_closed(parent, data):
         file.write(data)
         assert path.read_text() == "old"
     assert path.read_bytes() == data
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "it passes its mode on"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "the new file has the mode of the replaced file"
     with contextlib.suppress(ZeroDivisionError), fastckpt.open_write(path) as file:
         file.write(data + data)
         raise ZeroDivisionError
@@ -163,12 +163,12 @@ def test_nobody_sees_more_of_a_file_while_it_is_replaced(parent):
         file.write(b"secret")
         (hidden,) = parent.glob(".*")
         assert stat.S_IMODE(hidden.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "as a write clears it, it runs as nobody else"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "the setuid bit is cleared, as by any write"
 
 
 @pytest.mark.root
 def test_the_group_stays(parent):
-    """The group of a directory that passes its group on, and that of the replaced file."""
+    """The file gets the group of a setgid directory, or that of the file it replaces."""
     needs.root()
     os.chown(parent, -1, 1234)
     parent.chmod(0o2775)
@@ -221,7 +221,7 @@ def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
 
 @pytest.mark.parametrize("message", ["can't start new thread", "cannot schedule new futures after shutdown"])
 def test_without_threads_the_caller_writes(parent, data, monkeypatch, message):
-    """As at the interpreter's end. A block may still be queued. Mutant: it is written twice, or never."""
+    """No thread can start while the interpreter exits. Mutant: a block still queued is written twice, or never."""
     queued = []
 
     def submit(pool, *call):
@@ -255,8 +255,8 @@ fastckpt.open_write(sys.argv[1]).discard()
 
 
 def test_a_discard_ends_a_write(parent, data):
-    """By another thread, or a signal handler. Mutant: the write waits for blocks that no thread copies."""
-    for nbytes in (3 << 16, len(data)):  # as many blocks as there is memory for, and more
+    """A thread or a signal handler discards the file. Mutant: the write waits for blocks that no thread copies."""
+    for nbytes in (3 << 16, len(data)):  # as many blocks as fit into memory, and more
         file = fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1, bandwidth_limit="100kB"))
         ended = []
 
@@ -346,13 +346,13 @@ def test_a_full_disk_is_an_error_and_the_old_file_stands(data):
         assert raised.value.errno == errno.ENOSPC
         assert (point / "file").read_bytes() == b"old"
         assert [name for name in names(point) if name != "lost+found"] == ["file"]
-        # The file fits, although the preallocation ahead would not.
+        # The file fits, although the preallocation would not.
         write(point / "file", data[:BLOCK])
         assert (point / "file").read_bytes() == data[:BLOCK]
 
 
 def test_the_order_of_durability(children, parent, tmp_path):
-    """Mutants: the file is not synced, or after it has its name; its directory is not."""
+    """Mutants: the file is not synced, or only after the rename; its directory is not synced."""
     path = parent / "file"
     child = children.start("write_file", path=str(path), fill=1, nbytes=2 * BLOCK + 5)
     child.next()
@@ -371,7 +371,7 @@ def test_the_order_of_durability(children, parent, tmp_path):
 
 
 def test_killed_at_every_call(children, parent, tmp_path):
-    """Mutant: the file is written under its own name."""
+    """Mutant: the file has its final name while it is being written."""
     path = parent / "file"
     write(path, bytes([0]) * BLOCK)
     kills = {}
@@ -401,7 +401,7 @@ def test_killed_at_every_call(children, parent, tmp_path):
             (old,) = found
             fastckpt.open_read(path).close()
             if not killed:
-                assert names(parent) == ["file"], "what killed ones left is swept"
+                assert names(parent) == ["file"], "a later write removes the leftovers of killed ones"
                 break
             kills[call] = when
     assert {"openat", "pwrite64", "fdatasync", "renameat", "fsync"} <= kills.keys(), kills
@@ -445,7 +445,7 @@ def test_another_writer_makes_the_checksum_void(parent):
         path.write_bytes(content)
         if len(content) == len(b"ours"):
             os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
-        assert os.getxattr(path, CHECKSUM), "it stays with the file"
+        assert os.getxattr(path, CHECKSUM), "the checksum stays with the file"
         with fastckpt.open_read(path) as file:
             assert file.read() == content
     os.setxattr(path, CHECKSUM, b"nonsense")

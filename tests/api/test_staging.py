@@ -1,4 +1,4 @@
-"""``IO(threads=, staging=)``: the requested values run, or an error shows the needed memory."""
+"""``IO(threads=, staging=)``: an operation uses the requested values, or its error shows the needed memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=["threads", "buffered", "uring"])
 def many(request, monkeypatch):
-    """Blocks of 1 MiB, and an ``IO`` with more threads than there is staging memory for by default."""
+    """An ``IO`` for blocks of 1 MiB, with more threads than the default staging memory suffices for."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(MIB))
     return fastckpt.IO(request.param, threads=60)
 
@@ -33,7 +33,7 @@ def test_too_little_memory_for_the_threads_is_refused(tmp_path, many):
     state = {"w": np.arange(64 * MIB // 8)}
     fastckpt.save(state, tmp_path / "c")
     little = fastckpt.IO(many.engine, threads=60, staging="64MiB")
-    # A buffer is in huge pages, so a block takes at least one.
+    # Staging buffers are in huge pages, so a block takes at least one huge page.
     words = "60 threads need 125829120 bytes of staging memory, 2097152 each: staging=67108864 is too little"
     for call in (
         lambda: fastckpt.save(state, tmp_path / "d", io=little),

@@ -1,4 +1,4 @@
-"""A user's program under ``mypy --strict``."""
+"""The types of the public API, in a user's program under ``mypy --strict``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fastckpt
 from harness import needs
 
-# ``--strict`` warns of unused ignores, so each must match its error.
+# ``--strict`` reports unused ignores, so each ignore must match an error.
 PROGRAM = """
 import asyncio
 import os
@@ -80,7 +80,7 @@ asyncio.run(awaited("c"))
 """
 
 
-# Annotations of other packages are not tested here, and take minutes.
+# The annotations of other packages are not tested here, and would take minutes.
 OTHERS = ("accelerate", "lightning", "numpy", "peft", "torch", "torch_checkpointing", "transformers")
 CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in OTHERS)
 
@@ -117,10 +117,10 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
         members = [public, *vars(public).values()] if inspect.isclass(public) else [public]
         for member in members:
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            # Not what CPython generates for a named tuple: from 3.14 on, its types cannot be looked up by anybody.
+            # Skips methods that CPython generates for a named tuple: from 3.14 on, their types cannot be resolved.
             ours = getattr(function, "__module__", "").partition(".")[0] == "fastckpt"
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
-                # CPython 3.10 takes the mark of a dataclass's arguments by keyword for a type, and refuses it.
+                # CPython 3.10 takes a dataclass's KW_ONLY mark for a type, and cannot resolve it.
                 marked = sys.version_info < (3, 11) and "_" in getattr(function, "__annotations__", ())
                 typing.get_type_hints(function.__init__ if marked else function)
                 resolved.add(function)

@@ -1,7 +1,7 @@
 """The I/O paths of blocks, all of which give the same bytes.
 
-Whether memory is in huge pages depends on the machine, so FASTCKPT_ZERO_COPY decides here; one test leaves it to the
-rule.
+Whether memory is in huge pages depends on the machine, so these tests set FASTCKPT_ZERO_COPY, except for one test of
+the rule itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENGINES = ["uring", "threads", "buffered"]
 
 
 def memory(nbytes: int, residue: int) -> np.ndarray:
-    """Random bytes at an address that is ``residue`` beyond a page."""
+    """Random bytes at an address ``residue`` bytes after a page boundary."""
     whole = np.empty(nbytes + 8192, np.uint8)
     skip = (residue - whole.ctypes.data) % 4096
     part = whole[skip : skip + nbytes]
@@ -36,7 +36,7 @@ def memory(nbytes: int, residue: int) -> np.ndarray:
 
 
 def ragged() -> dict[str, np.ndarray]:
-    """Tensors with edges inside blocks and pages, among small ones, congruent and not."""
+    """Large tensors, congruent and not, that begin and end within blocks and pages, among small ones."""
     return {
         "a": memory(9 * MIB, 64),
         "b": memory(4096, 64),
@@ -87,7 +87,7 @@ def test_every_way_brings_the_same_bytes(tmp_path, monkeypatch, zero_copy, engin
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 4095, 4096, 4097])
 def test_files_end_anywhere(tmp_path, monkeypatch, beyond, engine):
-    """At a block, within the page before or after, and with a block of less than a page."""
+    """A file may end at a block's end, within the page before or after it, or with a block shorter than a page."""
     block = 1 << 16
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(block))
     array = memory(3 * block - 4160 + beyond, 64)  # after a header of one page and the residue
@@ -103,7 +103,7 @@ def test_what_lies_right_is_not_copied(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
     state = {"a": memory(32 * MIB, 64), "b": memory(32 * MIB, 64)}
     report = fastckpt.save(state, tmp_path / "c", io="threads")
-    # Some pages at the edges of each, and the header.
+    # Some pages at the edges of each tensor, and the header, are copied.
     assert report.copied < 64 * 1024, report
     assert set(report.paths) <= {"zero-copy", "staged: small tensors"}
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "0")
@@ -122,7 +122,7 @@ def test_rule_writes_huge_pages_as_they_lie_and_small_ones_through_slabs(tmp_pat
         needs.missing("needs huge pages (transparent_hugepage is set to never)")
     report = fastckpt.save({"w": huge(16 * MIB)}, tmp_path / "h", io="threads")
     assert report.paths["zero-copy"] >= 3, report
-    # A mapping without huge pages: the default differs between machines.
+    # The mapping is set to have no huge pages, because the default differs between machines.
     mapping = mmap.mmap(-1, 17 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     small = np.frombuffer(mapping, np.uint8)[64 : 64 + 16 * MIB]
@@ -166,7 +166,7 @@ def test_direct_is_refused_where_it_cannot_be_had(tmp_path):
     report = fastckpt.save(state, tmp_path / "c", io="direct")
     assert report.blocks["buffered"] == 0
     assert same(fastckpt.load(tmp_path / "c", io="direct"), state)
-    with mounts.mount("ramfs") as directory:  # answers EINVAL to O_DIRECT
+    with mounts.mount("ramfs") as directory:  # ramfs refuses O_DIRECT with EINVAL
         with pytest.raises(OSError, match=r"cannot use direct I/O on `.*model.safetensors`.*support it.*io=\"auto\""):
             fastckpt.save(state, directory / "c", io="direct")
         assert list(directory.iterdir()) == []
@@ -191,11 +191,11 @@ def test_buffered_never_opens_without_the_cache(tmp_path, operation):
         subprocess.run(command, check=True)
         opened[engine] = len(re.findall(r"O_DIRECT\b", log.read_text(encoding="utf-8")))
     assert opened["buffered"] == 0
-    assert opened["threads"] > 0, "the control: strace saw nothing"
+    assert opened["threads"] > 0, "as a check of the test, strace must see some calls"
 
 
 def read_bytes(call) -> int:
-    """Bytes that this process requested in reads."""
+    """Bytes that this process requests in reads during the call."""
 
     def count() -> int:
         text = Path("/proc/self/io").read_text(encoding="ascii")
@@ -212,10 +212,10 @@ def test_parts_are_read_without_what_lies_between(tmp_path):
     fastckpt.save(state, tmp_path / "c")
     whole = read_bytes(lambda: fastckpt.load(tmp_path / "c", io="threads"))
     assert whole > 8 * MIB
-    # Two tensors of one block, with two others between them: two reads.
+    # Two tensors of one block, with two others between them, are two reads.
     apart = read_bytes(lambda: fastckpt.load(tmp_path / "c", keys=["a", "d"], io="threads"))
     assert 2 * MIB <= apart < 2.5 * MIB, apart
-    # Close ones are read as one: 16 small tensors are not 16 operations.
+    # Tensors close to each other are read together: 16 small tensors are not 16 operations.
     small = read_bytes(lambda: fastckpt.load(tmp_path / "c", keys="s.*", io="threads"))
     assert small < MIB // 2, small
     # A part of a tensor reads the whole extent in the block, because of its checksum.
@@ -233,7 +233,7 @@ def test_close_ranges_are_one_operation(tmp_path):
     command = ["strace", "-f", "-qq", "-y", "-e", "trace=pread64,preadv", "-o", str(log), sys.executable, "-c", script]
     subprocess.run(command, check=True)
     reads = [line for line in log.read_text(encoding="utf-8").splitlines() if "model.safetensors" in line]
-    # One for the header, one for all seven.
+    # One read is for the header, and one for all seven tensors.
     assert len(reads) <= 2, reads
 
 
@@ -255,7 +255,7 @@ def test_settings_for_measurements_are_checked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "direct"])
 def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
-    """The kernel takes 1,024 stretches at once; a block of 64 MiB may have more."""
+    """A call takes at most 1,024 ranges of memory, and a block of 64 MiB may have more."""
     if engine != "threads":
         needs.ring()
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 * MIB))
@@ -301,6 +301,6 @@ def test_a_few_bytes_that_lie_far_apart_have_several_workers(tmp_path, caplog, i
     loaded = fastckpt.load(tmp_path / "c", keys="*.small", io=io)
     assert same(loaded, {name: state[name] for name in state if name.endswith("small")})
     assert caplog.records[-1].args[0].threads > 1
-    # A single place has one.
+    # For a single place, one thread reads.
     fastckpt.load(tmp_path / "c", keys="1.small", io=io)
     assert caplog.records[-1].args[0].threads == 1

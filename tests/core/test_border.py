@@ -1,5 +1,5 @@
-"""The border between Python and the core: an address comes with its number of bytes, buffers stay exported while
-they are read, and the environment is read only under the GIL."""
+"""The border between Python and the core: an address comes with a number of bytes, buffers stay exported while
+the core reads them, and the core reads the environment only under the GIL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = 1 << 16
 
 
 def lying(path, nbytes, **claim):
-    """A checkpoint of one tensor of ``nbytes``, sound in every checksum, that claims to be something else."""
+    """A checkpoint with one tensor of ``nbytes``, right checksums, and a false logical dtype and shape."""
     body = manifest.minimal(path, [("w", "U8", [nbytes], b"\xab" * nbytes)])
     body["tensors"][0]["as"] = claim
     body["structure"] = [["dict", 1], "w", ["tensor" if claim["dtype"].startswith("torch") else "array", 0]]
@@ -45,11 +45,11 @@ def lying(path, nbytes, **claim):
 @pytest.mark.parametrize("kind", ["torch", "torch strided", "numpy", "numpy strided"])
 @pytest.mark.parametrize("nbytes", [200, 12_000, 4])
 def test_into_is_not_written_beyond_its_end(tmp_path, kind, nbytes):
-    """The tensor is surrounded by our memory, so that an overwrite shows, and nothing crashes."""
+    """The test's memory surrounds the tensor, so that a write beyond it shows, and does not crash."""
     path = tmp_path / "c"
     lying(path, nbytes, dtype="torch.complex128" if "torch" in kind else "numpy.<c16", shape=[3])
     around = np.zeros(4096, np.complex128)
-    # At the end of memory for kinds that callbacks would fill as whole arrays.
+    # A strided target, which callbacks would fill as a whole array, or a contiguous one.
     target = around[1000:1006:2] if "strided" in kind else around[1000:1003]
     state = {"w": torch.from_numpy(target) if "torch" in kind else target}
     with pytest.raises(fastckpt.CorruptCheckpointError, match="'w': its logical dtype and shape do not fit its bytes"):
@@ -59,7 +59,7 @@ def test_into_is_not_written_beyond_its_end(tmp_path, kind, nbytes):
 
 @pytest.mark.parametrize("way", ["memory", "memory, without sums", "drain", "beyond by one"])
 def test_the_core_itself_refuses_what_its_memory_cannot_take(tmp_path, way):
-    """Without Python's checks: a request for more bytes than the declared memory."""
+    """The core refuses a request for more bytes than the declared memory, even without Python's checks."""
     fastckpt.save({"w": np.arange(1000, dtype=np.uint8)}, tmp_path / "c")
     memory = np.zeros(2000, np.uint8)
     room = 999 if way == "beyond by one" else 12
@@ -71,7 +71,7 @@ def test_the_core_itself_refuses_what_its_memory_cannot_take(tmp_path, way):
         reader.read([_core.ReadRequest(0, address, room)], verify="sums" not in way, **options)
     assert not memory.any()
     assert not drained
-    # A box of the tensor.
+    # The same holds for a box of the tensor.
     with pytest.raises(ValueError, match="request 0 is for 100 bytes, and its memory has 99"):
         reader.read([_core.ReadRequest(0, address, 99, [(900, 1000, 1)])], verify=True, **options)
     assert not memory.any()
@@ -82,7 +82,7 @@ def test_the_core_itself_refuses_what_its_memory_cannot_take(tmp_path, way):
 
 
 def refused(tmp_path, match, *request, tensor=0):
-    """A request is refused before anything is moved: its memory is surrounded by ours."""
+    """Check that a request is refused and changes nothing in the memory around its own."""
     if not (tmp_path / "c").exists():
         fastckpt.save({"w": np.arange(24, dtype=np.uint16).reshape(4, 6)}, tmp_path / "c")
     memory = np.zeros(4096, np.uint8)
@@ -96,7 +96,7 @@ LAST = 2**63 - 1
 
 
 def test_the_core_itself_refuses_strides_that_leave_the_memory(tmp_path):
-    """The capacity counts from the lowest byte to the highest, for strides of any sign."""
+    """The capacity must reach from the lowest byte to the highest, for strides of any sign."""
     rows, all_of = [(1, 4, 2), (0, 6, 1)], [(0, 4, 1), (0, 6, 1)]
     for box, strides, reach in (
         (rows, [100, 2], 112),
@@ -111,7 +111,7 @@ def test_the_core_itself_refuses_strides_that_leave_the_memory(tmp_path):
         refused(tmp_path, f"request 0 is for {reach} bytes, and its memory has {reach - 1}", reach - 1, box, strides)
     for stride in (LAST, -LAST, -(2**63), 2**61, LAST // 3 + 1):
         refused(tmp_path, "its strides are out of range", LAST, None, [stride, 2])
-    # Parts that fit, but whose sum does not.
+    # Each part is in range, but their sum is not.
     refused(tmp_path, "its strides are out of range", LAST, None, [2**60, 2**60])
 
 
@@ -141,7 +141,7 @@ def test_the_core_itself_refuses_what_is_no_box_of_the_tensor(tmp_path):
 
 
 def test_a_box_goes_to_a_callback_in_row_major_order(tmp_path):
-    """Over several blocks, each piece has its start in the box."""
+    """Each piece comes with its start in the box, also over several blocks."""
     whole = np.arange(3 << 20, dtype=np.uint32).reshape(3 << 10, 1 << 10)
     fastckpt.save({"w": whole}, tmp_path / "c")
     part = whole[5:3000:7, 3:900:2]
@@ -190,7 +190,7 @@ def test_a_mapping_has_no_address_beyond_its_end(tmp_path):
 
 
 def test_pieces_end_where_the_array_does():
-    """A range that is too long once never ended."""
+    """A range that is too long raises: once, such a range was walked forever."""
     for shape in ((), (3,), (2, 3)):
         count = int(np.prod(shape))
         assert sum(n for _, n in pieces(shape, 0, count)) == count
@@ -199,7 +199,7 @@ def test_pieces_end_where_the_array_does():
 
 
 def test_into_whose_storage_was_cut(tmp_path):
-    """Its shape claims memory that was freed."""
+    """The tensor's shape claims memory that has been freed."""
     fastckpt.save({"w": torch.ones(1000)}, tmp_path / "c")
     for view in (slice(None), slice(None, None, 2)):
         target = torch.zeros(1000 * (view.step or 1))[view]
@@ -211,9 +211,9 @@ def test_into_whose_storage_was_cut(tmp_path):
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
 def test_a_tensor_whose_storage_was_cut_is_not_saved(tmp_path, save, step):
-    """Beyond its storage is foreign memory, or none."""
+    """Beyond a tensor's storage is foreign memory or none."""
     whole = torch.ones(2000)[::step]
-    # The last one begins beyond the remaining storage.
+    # The last tensor begins beyond the remaining storage.
     for tensor in (whole, whole[5:], whole[-1:]):
         tensor.untyped_storage().resize_(100)
         with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\].*freed"):
@@ -222,7 +222,7 @@ def test_a_tensor_whose_storage_was_cut_is_not_saved(tmp_path, save, step):
 
 
 def test_every_tensor_of_into_is_held_against_its_own_memory(tmp_path, monkeypatch):
-    """Even without comparisons of dtypes and shapes."""
+    """A load compares sizes even without a comparison of dtypes and shapes."""
     fastckpt.save({"w": np.ones(100, np.uint8)}, tmp_path / "c")
     monkeypatch.setattr(Into, "_tensor", lambda *_: None)
     around = np.zeros(1000, np.uint8)
@@ -236,7 +236,7 @@ def test_every_tensor_of_into_is_held_against_its_own_memory(tmp_path, monkeypat
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Runs a function from the core's callback, while the core reads the state; returns its exception."""
+    """Functions to run in the core's callback, while the core reads the state, and the exceptions that they raise."""
     raised = []
     actions = []
     fill = Sources.fill
@@ -254,7 +254,7 @@ def meanwhile(monkeypatch):
 
 
 def state_of(value):
-    # Values that are not contiguous go through callbacks.
+    # The core reads values that are not contiguous by callbacks.
     return {"strided": np.ones((64, 64))[:, ::2], "value": value}
 
 
@@ -268,7 +268,7 @@ def test_a_bytearray_cannot_be_resized_while_it_is_read(tmp_path, meanwhile, how
         fastckpt.save(state, tmp_path / "c")
     else:
         pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=how == "lazy"))
-        # It has been copied, so the caller may change it again.
+        # The save has copied the value, so the caller may change it again.
         value.extend(b"z")
         pending.result(60)
     assert raised
@@ -303,7 +303,7 @@ def test_other_buffers_are_no_state(tmp_path, value):
 @pytest.mark.parametrize("how", ["value", "metadata", "target", "core"])
 @pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
 def test_a_failed_save_lets_go_of_buffers(tmp_path, how, save):
-    """Even while its error is kept: the traceback must not hold them."""
+    """A failed save keeps no buffers, even while the caller keeps the error and its traceback."""
     value = bytearray(LONG)
     state = state_of(value)
     metadata = object() if how == "metadata" else None
@@ -377,7 +377,7 @@ from fastckpt import _core
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 shim = ctypes.CDLL(sys.argv[2])
 shim.watch(log)
-# The control: ctypes lets the GIL go for a CDLL, and keeps it for a PyDLL.
+# Check of the test: ctypes releases the GIL for a CDLL, and keeps it for a PyDLL.
 ctypes.CDLL(None).getenv(b"WITHOUT")
 ctypes.PyDLL(None).getenv(b"WITH")
 base = sys.argv[3]
@@ -385,7 +385,7 @@ state = {"large": np.zeros(6 << 20, np.uint8), "small": np.arange(10), "strided"
 
 
 def operations(prefix):
-    # The first operation of a process makes its page of counters.
+    # The first operation of a process creates its page of counters.
     fastckpt.save({"small": 1}, f"{base}/{prefix}-small")
     for io in ("auto", "threads", "buffered"):
         path = f"{base}/{prefix}-{io}"
@@ -412,7 +412,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_environment_is_read_under_the_gil_alone(tmp_path):
-    """Every getenv of the core, by a replacement that checks whether its thread has the GIL: no race is needed."""
+    """A replacement of getenv records whether the calling thread has the GIL, so the test needs no race."""
     compiler = needs.tool("cc", "gcc")
     (tmp_path / "shim.c").write_text(SHIM)
     shim = tmp_path / "shim.so"
@@ -435,7 +435,7 @@ def test_the_environment_is_read_under_the_gil_alone(tmp_path):
     assert [(held, name) for held, name, _ in calls if name.startswith("WITH")] == [("0", "WITHOUT"), ("1", "WITH")]
     ours = [(name, held) for held, name, path in calls if Path(path).name.startswith("_core")]
     assert {name for name, held in ours if held == "0"} == set()
-    # Each operation reads the environment, even for variables that only the first one of a process needs.
+    # Each operation reads even the variables that only the first operation of a process needs.
     counts = {name: sum(one == name for one, _ in ours) for name, _ in ours}
     assert counts["LOCAL_WORLD_SIZE"] == counts["FASTCKPT_TOP_DIR"] >= 2 * 19, json.dumps(counts)
     pages = list((tmp_path / "top").iterdir())
@@ -471,7 +471,7 @@ def test_parts_are_copied_to_their_places():
     memory = _core.Memory(snapshot.nbytes)
     snapshot.attach(memory)
     places = snapshot.places()
-    # The second and the third are adjacent, like copies of one device.
+    # The second and the third part are adjacent, like copies from one device.
     assert [address - memory.address for address, _ in places] == [0, 64, 67, 70_080, 70_080]
     assert [nbytes for _, nbytes in places] == [one.nbytes for one in arrays]
     snapshot.stage(bytes([1, 1, 0, 1, 1]), last=False, options=OPTIONS)

@@ -1,9 +1,9 @@
-"""A path that exists is a whole checkpoint: order, kills, faults, rivals and leftovers (DESIGN.md section 4).
+"""A path that exists is a whole checkpoint: order, kills, faults, rival savers and leftovers (docs/format.md, 6).
 
-Each class of test names the mutant that it is there to catch.
+Tests name the mutants of the commit that they must detect.
 """
 
-# ruff: noqa: PTH115, PTH118, PTH208 - names as the kernel has them; a rival may fail at any turn
+# ruff: noqa: PTH115, PTH118, PTH208 - names as the kernel has them; a rival may fail at any time
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from harness.states import numbered, same, which
 ENGINES = ["uring", "threads", "buffered"]
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
 SMALL = 1 << 18
-# Several shards, so that a mixture of old and new, which must never exist, is possible.
+# Several shards make a mixture of old and new shards possible, which must never exist.
 SHARDS = {"nbytes": 3 << 20, "shard_size": 1 << 20}
 FILES = fastckpt.Files(shard_size=SHARDS["shard_size"])
-# The same with a tensor beside the model, so that the inner directory is also made.
+# With a tensor outside the model, a save makes the inner directory, too.
 GROUPS = {**SHARDS, "constant": SMALL}
 RENAMES = ("rename", "renameat", "renameat2")
 SYNCS = ("fsync", "fdatasync")
@@ -44,14 +44,14 @@ SYNCS = ("fsync", "fdatasync")
 
 @pytest.fixture
 def parent(tmp_path):
-    """The parent directory of the checkpoint, with nothing else in it; traces go elsewhere."""
+    """The parent directory of the checkpoint, with nothing else in it; traces are elsewhere."""
     directory = tmp_path / "parent"
     directory.mkdir()
     return directory
 
 
 def whole(path, nbytes):
-    """The index of the state at a path, read by fastckpt and, independently, by the oracle."""
+    """The index of the state at a path, read by fastckpt and by the independent reader."""
     index = which(fastckpt.load(path, io="threads"), nbytes)
     report = fastckpt.verify(path)
     assert report.ok, str(report)
@@ -80,13 +80,13 @@ def traced_save(children, path, log, *, index, inject=(), **options):
 def check_order(calls, path, *, exchanged, files=()):
     parent, name = str(path.parent), path.name
     work = re.compile(rf"{re.escape(parent)}/\.{re.escape(name)}\.tmp-[^/]+")
-    # The commit: the rename whose target is the final name.
+    # The commit is the rename whose target is the final name.
     commits = [call for call in calls if call.name in RENAMES and call.ok and call.paths()[1:] == [str(path)]]
     assert len(commits) == 1, "the final name must appear by one rename"
     commit = commits[0]
     temporary = commit.paths()[0]
     assert work.fullmatch(temporary), temporary
-    # Without the flag a directory replaces nothing but an empty directory.
+    # Without the flag, a directory can replace only an empty directory.
     assert ("RENAME_EXCHANGE" in commit.arguments) == exchanged
 
     def synced(target):
@@ -96,10 +96,10 @@ def check_order(calls, path, *, exchanged, files=()):
     assert len(shards) >= 2
     shard_syncs = []
     for shard in shards:
-        assert synced(shard), f"never synced: {shard}"
+        assert synced(shard), f"the shard was never synced: {shard}"
         shard_syncs.append(synced(shard)[-1])
-        # Nothing may touch a shard between its sync and the commit; an open ring cannot hide here, because the file is
-        # closed or idle.
+        # Nothing may touch a shard between its sync and the commit. An open ring cannot hide a write, because the file
+        # is closed or idle.
         later = [
             call
             for call in calls
@@ -110,8 +110,8 @@ def check_order(calls, path, *, exchanged, files=()):
         assert not [call for call in later if call.start < commit.start], later
     target = f"{temporary}/{manifest.NAME}"
     touches = [call for call in calls if target in (*call.fd_paths(), *call.paths(), call.opened())]
-    # The manifest is the last thing that is written: made empty for its lock, it holds nothing before every shard is
-    # safe.
+    # The manifest is written last: it is created empty, for its lock, and nothing is written to it before every shard
+    # is durable.
     writes = [call for call in touches if "write" in call.name]
     assert min(call.start for call in writes) > max(call.end for call in shard_syncs)
     manifest_sync = synced(target)[-1]
@@ -120,7 +120,7 @@ def check_order(calls, path, *, exchanged, files=()):
     for file in ("model.safetensors.index.json", *files):
         assert synced(f"{temporary}/{file}")[-1].end < commit.start
     directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
-    # The names in the directory inside become durable before the name of that directory.
+    # The names in the inner directory become durable before the name of that directory.
     assert any("/training/" in shard for shard in shards)
     assert any(
         max(call.end for call in shard_syncs) < call.end < directory_sync.start
@@ -139,7 +139,7 @@ def check_order(calls, path, *, exchanged, files=()):
     if exchanged:
         assert removals
         assert min(call.start for call in removals) > parent_syncs[0].end, (
-            "the old one goes only after the new one is durable"
+            "the old checkpoint is removed only after the new one is durable"
         )
     # Nothing under the final name is ever opened for writing.
     for call in calls:
@@ -167,7 +167,7 @@ def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, e
 
 
 def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_path):
-    """Mutants: no sync of a new directory's parent; only the lowest one synced; no sync of an empty one's name."""
+    """Mutants: no sync of a new directory's parent; a sync of the lowest only; no sync of an empty one's name."""
     path = parent / "a" / "b" / "step"
     end, calls = traced_save(children, path, tmp_path / "log", index=1, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
@@ -186,7 +186,7 @@ def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_pat
             and call.end < commit.start
         ]
         assert synced, f"{made} may not survive a power cut"
-    # A killed save may have made the empty directory in which this one begins.
+    # A killed save may have made the empty directory in which this save begins.
     first = next(call.start for call in calls if call.name.startswith("mkdir") and call.paths() == [str(parent / "a")])
     above = [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [str(parent.parent)]]
     assert [call.end < first for call in above] == [True]
@@ -202,7 +202,7 @@ def test_the_name_of_a_directory_that_holds_something_is_not_synced_again(childr
 
 @pytest.mark.root
 def test_a_directory_above_that_cannot_be_read_hinders_no_save(children):
-    """Mutant: a failure to open it is an error."""
+    """Mutant: a failure to open the directory above is an error."""
     needs.root()
     with mounts.public_directory() as closed:
         run = closed / "run"
@@ -235,7 +235,7 @@ def test_parents_that_others_make_at_the_same_time(children, parent):
 
 @pytest.mark.parametrize(("call", "nth"), [("mkdirat", 1), ("fsync", 1), ("fsync", 2)])
 def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call, nth):
-    """Mutants: a failed sync of a new directory's parent is passed over; so is one of the directory above."""
+    """Mutants: a failed sync of a new directory's parent is ignored, or that of the directory above it."""
     path = parent / "a" / "step"
     child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
     child.next()
@@ -251,7 +251,7 @@ def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call, 
 
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
 def test_a_workspace_that_another_machine_sweeps_as_it_is_made_is_made_again(children, parent, tmp_path, error):
-    """Mutant: only an existing directory is made under another name."""
+    """Mutant: only if the directory exists does a save try another name for its workspace."""
     child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
     child.next()
     fault = strace.injection("mkdirat", f"error={errno.errorcode[error]}", 1)
@@ -267,11 +267,11 @@ def test_a_workspace_that_another_machine_sweeps_as_it_is_made_is_made_again(chi
 # --- kills ---------------------------------------------------------------------------------------------------------
 
 
-FIRST_KILLS, OVERWRITE_KILLS = 20, 26  # each over three engines: 138 in all
+FIRST_KILLS, OVERWRITE_KILLS = 20, 26  # with each of three engines: 138 in total
 
 
 def kill_in_save(child, log, seconds):
-    """Kill a child some time after the start of its save; with None, before its commit."""
+    """Kill a child ``seconds`` after the start of its save, or with None before its commit."""
     if seconds is None:
         with strace.stopping(child.pid, log, "renameat2") as stop:
             child.go()
@@ -287,7 +287,7 @@ def kill_in_save(child, log, seconds):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kill_during_a_first_save(children, parent, tmp_path, engine):
-    """Mutants: the final name made early; a leftover that is never swept; a lock that outlives its holder."""
+    """Mutants: the final name exists too early; a leftover is never swept; a lock outlives its holder."""
     dice = random.Random(f"{SEED} first {engine}")
     path = parent / "step"
     seconds = 0.02
@@ -299,7 +299,7 @@ def test_kill_during_a_first_save(children, parent, tmp_path, engine):
         if path.exists():
             assert whole(path, SHARDS["nbytes"]) == trial
         else:
-            assert not done, "acknowledged, and gone"
+            assert not done, "the save was acknowledged, but is gone"
             absent += 1
             with pytest.raises(FileNotFoundError):
                 fastckpt.load(path)
@@ -310,12 +310,12 @@ def test_kill_during_a_first_save(children, parent, tmp_path, engine):
         if trial == 0:
             manifest.read(path)
         shutil.rmtree(path)
-        assert trial or absent, "the first one was killed before the commit"
+        assert trial or absent, "the first save was killed before the commit"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
-    """Mutants: remove before rename; files exchanged one by one; a config.json that gets lost on the way."""
+    """Mutants: remove before rename; files exchanged one by one; a lost config.json."""
     dice = random.Random(f"{SEED} overwrite {engine}")
     path = parent / "step"
     fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine)
@@ -330,17 +330,17 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
         done = [index for kind, index in child.drain() if kind == "done"]
         acknowledged = max([acknowledged, *done])
         index = whole(path, SHARDS["nbytes"])
-        # The acknowledged state is there, or the next one, which was being written.
+        # The path has the acknowledged state, or the next state, which was being written.
         assert index in (acknowledged, acknowledged + 1), (index, acknowledged)
         survived["old" if index == acknowledged else "new"] += 1
         acknowledged = index
         assert (path / "config.json").read_text() == '{"kept": true}'
         if trial % 2:
-            # Every second time the next saver is the next child, which finds the leftovers of two kills.
+            # Every second time, the next saver is the next child, which finds the leftovers of two kills.
             acknowledged += 1
             fastckpt.save(numbered(acknowledged, SHARDS["nbytes"]), path, io=engine, files=FILES)
             assert manifest.listing(parent) == ["step"]
-        assert trial or survived == {"old": 1, "new": 0}, "the first one was killed before the commit"
+        assert trial or survived == {"old": 1, "new": 0}, "the first save was killed before the commit"
     manifest.read(path)
 
 
@@ -367,7 +367,7 @@ KILL_POINTS = [
 
 
 def kill_at(children, path, log, call, when, index, **options):
-    """A save, killed as it enters the ``when``-th ``call`` of any of its threads; whether it was."""
+    """Kill a save as a thread enters its ``when``-th ``call``; return whether it was killed."""
     child = children.start("save_held", path=str(path), index=index, nbytes=SMALL, **options)
     child.next()
     with strace.attached(child.pid, log, call, strace.injection(call, "signal=SIGKILL", when)):
@@ -382,7 +382,7 @@ def kill_at(children, path, log, call, when, index, **options):
 
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_kill_at_every_system_call(children, parent, tmp_path, engine):
-    """Kills between any two calls, which random moments miss: each k, or every second, until a save outlives k."""
+    """Kills between any two calls, which random times miss: for each k, or every second k, until a save survives."""
     path = parent / "step"
     options = {"io": engine, "threads": 1, "shard_size": SMALL // 2}
     index = 0
@@ -396,7 +396,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
             assert found in ((index - 1, index) if killed else (index,)), (call, when, found, index)
             index = found
             if not killed:
-                # This save outlived its k, so it was also the next save: the leftovers of the killed ones must be gone.
+                # This save survived, so it must have swept the leftovers of the killed saves.
                 assert manifest.listing(parent) == ["step"], (call, when)
                 break
             kills[call] = kills.get(call, 0) + 1
@@ -404,7 +404,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
     assert {"openat", "fsync", "fdatasync", "renameat2"} <= kills.keys(), kills
     assert {"unlink", "unlinkat"} & kills.keys(), kills
     print(f"{engine}: kills at system calls: {sum(kills.values())}: {kills}")
-    # A first save, without an old checkpoint.
+    # Now first saves, without an old checkpoint.
     path = parent / "fresh"
     first_kills = 0
     for call in ("openat", "fdatasync", "fsync", "renameat2"):
@@ -422,7 +422,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
 
 
 def test_kill_during_a_removal_at_every_system_call(children, parent, tmp_path):
-    """The checkpoint at the name is whole, with its ``files=``; the next save sweeps the one that lost the name."""
+    """A checkpoint at the name is whole, with its ``files=``; the next save sweeps one that has lost its name."""
     path = parent / "step"
     more = {"config.json": b"{}", "tokenizer.json": b"{}"}
     kills, named = {}, set()
@@ -454,7 +454,7 @@ def test_kill_during_a_removal_at_every_system_call(children, parent, tmp_path):
 
 
 def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
-    """Mutants: a link under its final name too early; a file written through a link; a removal that empties files."""
+    """Mutants: a link has its final name too early; a write goes through a link; a removal empties files."""
     path, other = parent / "step", parent / "other"
     constant = {"constant": np.zeros(SMALL, dtype=np.uint8)}
     fastckpt.save(numbered(0, SMALL) | constant, path)
@@ -467,7 +467,7 @@ def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
         assert same(state.pop("constant"), constant["constant"])
         return which(state, SMALL)
 
-    # Each is the base of the one that replaces it.
+    # Each checkpoint is the base of the one that replaces it.
     options = {"io": "threads", "threads": 1, "base": str(path), "constant": SMALL}
     index, kills = 0, {}
     for call in ("linkat", "renameat", "renameat2", "fsync", "unlinkat", "openat"):
@@ -490,7 +490,7 @@ def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
 
 
 def test_kill_with_files_at_every_system_call(children, parent, tmp_path):
-    """Mutants: a file written after the commit, or under the final name; the old one carried over the new one."""
+    """Mutants: a file is written after the commit, or under the final name; an old file is carried over a new one."""
     path = parent / "step"
 
     def files(index):
@@ -510,7 +510,7 @@ def test_kill_with_files_at_every_system_call(children, parent, tmp_path):
             if found == index:
                 notes[f"note-{index % 2}"] = str(index)
             index = found
-            # Given and carried-over files belong to the save of the tensors.
+            # Given and carried-over files are committed together with the tensors.
             assert (path / "config.json").read_text() == files(index)["config.json"], (call, when)
             assert {name: (path / name).read_text() for name in notes} == notes, (call, when)
             if not killed:
@@ -543,7 +543,7 @@ FAULTS = [
 
 
 def faulted_save(children, path, log, inject, **options):
-    """A save under injected faults: its end, its calls, and whether the fault really happened."""
+    """Save with an injected fault; return the end, the calls, and the calls that really got the fault."""
     end, calls = traced_save(
         children, path, log, nbytes=SMALL, threads=1, shard_size=SMALL // 2, inject=[inject], **options
     )
@@ -552,7 +552,7 @@ def faulted_save(children, path, log, inject, **options):
 
 @pytest.mark.parametrize(("engine", "error"), [("uring", "ENOSPC"), ("threads", "EIO")])
 def test_every_system_call_failing_once(children, parent, tmp_path, engine, error):
-    """Mutants: an ignored result; a repeated fsync; a clean-up of the wrong directory."""
+    """Mutants: a result is ignored; a failed fsync is repeated; the wrong directory is cleaned up."""
     path = parent / "step"
     index = 0
     fastckpt.save(numbered(index, SMALL), path, io=engine)
@@ -567,23 +567,23 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
             found = whole(path, SMALL)
             assert (path / "config.json").read_text() == "{}", where
             commits = [c for c in calls if c.name in RENAMES and c.ok and c.paths()[1:] == [str(path)]]
-            # A displaced directory that cannot be read gets its name back, by a second exchange.
+            # A displaced directory that cannot be read gets its name back by a second exchange.
             commit = commits[0] if len(commits) % 2 else None
             if isinstance(end, zygote.Raised):
-                assert injected, f"{where}: failed without a fault: {end}"
+                assert injected, f"{where}: the save failed without a fault: {end}"
                 assert "OSError" in end.bases, f"{where}: {end}\n{end.trace}"
                 assert end.errno == getattr(errno, error), f"{where}: {end}"
-                assert end.filename, f"{where}: no file named: {end}"
+                assert end.filename, f"{where}: the error names no file: {end}"
                 assert str(parent) in end.filename, f"{where}: {end}"
                 raised[call] = raised.get(call, 0) + 1
                 if commit is None:
-                    assert found == index - 1, f"{where}: reported as failed, and visible"
-                    assert manifest.listing(parent) == ["step"], f"{where}: litter"
+                    assert found == index - 1, f"{where}: the save failed, but its checkpoint is visible"
+                    assert manifest.listing(parent) == ["step"], f"{where}: leftovers"
                 else:
                     assert found == index, where
             else:
-                # It succeeded despite the fault, or the fault never happened.
-                assert found == index, f"{where}: reported as saved, and is not there"
+                # The save succeeded despite the fault, or the fault did not happen.
+                assert found == index, f"{where}: the save succeeded, but its checkpoint is not there"
                 for fatal in injected:
                     shard_or_manifest = any(".tmp-" in named for named in fatal.fd_paths())
                     assert not (fatal.name in SYNCS and shard_or_manifest), f"{where}: a failed sync taken for success"
@@ -614,8 +614,8 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
     ],
 )
 def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error):
-    """A file system without fallocate, a signal: these do not concern the caller.
-    A ring that is busy is asked again (and does not hang)."""
+    """The caller does not notice a signal, or a file system without fallocate.
+    A save tries a busy ring again, and does not hang."""
     engine = "uring" if call.startswith("io_uring") else "threads"
     for number, when in enumerate(("1", "2", "1..3"), start=1):
         child = children.start("save_held", path=str(parent / "step"), index=number, io=engine)
@@ -626,7 +626,7 @@ def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error
             child.go()
             end = child.outcome()
             assert not isinstance(end, zygote.Raised), (when, end)
-            assert when == "2" or any(seen.injected for seen in trace.calls()), "the fault never came"
+            assert when == "2" or any(seen.injected for seen in trace.calls()), "the fault did not happen"
         assert end["engine"] == engine
         assert whole(parent / "step", 1 << 20) == number
         assert manifest.listing(parent) == ["step"]
@@ -634,7 +634,7 @@ def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error
 
 @pytest.mark.parametrize("error", ["EINVAL", "ENOSYS"])
 def test_without_flags_of_rename(children, parent, tmp_path, error):
-    """NFS, Lustre and FUSE lack RENAME_EXCHANGE: plain renames, with the same result."""
+    """NFS, Lustre and FUSE lack RENAME_EXCHANGE; there, plain renames have the same result."""
     path = parent / "step"
     inject = strace.injection("renameat2", f"error={error}", "1+")
     for index in (1, 2, 3):
@@ -646,7 +646,7 @@ def test_without_flags_of_rename(children, parent, tmp_path, error):
         if index == 1:
             (path / "config.json").write_text("{}")
     assert (path / "config.json").exists()
-    # The old one had its recoverable name before the new one took its place, and both renames were made durable.
+    # The old checkpoint got its recoverable name before the new one took its place, and both renames became durable.
     renames = [call for call in calls if call.name in ("rename", "renameat") and call.ok]
     moved, placed = [call for call in renames if str(path) in call.paths()][:2]
     assert moved.paths()[0] == str(path)
@@ -660,13 +660,13 @@ def test_without_flags_of_rename(children, parent, tmp_path, error):
 
 @pytest.mark.parametrize("recovery", ["load", "save", "open", "verify"])
 def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recovery):
-    """The one moment at which the final name is missing; the next reader or writer puts the old one back."""
+    """Only between these renames is the final name missing; the next reader or writer restores the old checkpoint."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     (path / "config.json").write_text("{}")
     gaps = 0
     for call, when in (
-        # A sweep and a carry-over also need renames.
+        # A sweep and the carrying over of files need renames, too.
         *itertools.product(("rename", "renameat"), range(1, 9)),
         *((name, when) for name in ("fsync", "unlinkat") for when in range(1, 5)),
     ):
@@ -692,12 +692,12 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
         assert (path / "config.json").exists()
         fastckpt.save(numbered(1, SMALL), path)
         assert manifest.listing(parent) == ["step"], (call, when)
-    assert gaps >= 1, "the gap was never hit"
+    assert gaps >= 1, "no kill fell between the two renames"
 
 
 @pytest.mark.parametrize("error", ["EACCES", "ENOLCK", "ENOSYS"])
 def test_without_locks(children, parent, tmp_path, error):
-    """A file system without locks, or a security module that forbids them: nothing relies on them there."""
+    """A save works without locks, on a file system that lacks them or under a security module that forbids them."""
     inject = [strace.injection("fcntl", f"error={error}", "1+")]
     log = tmp_path / "log"
     child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL)
@@ -712,7 +712,7 @@ def test_without_locks(children, parent, tmp_path, error):
 
 
 def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
-    """EACCES is not EINVAL: falling back there would hide a real refusal."""
+    """EACCES, unlike EINVAL, must not lead to a fallback, which would hide a real refusal."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     end, _, injected = faulted_save(
@@ -729,7 +729,7 @@ def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_who_replaces_a_rival_is_told(parent, caplog, existing):
-    """Ranks that all save to one path: the last one wins, and its report and the log show the replaced checkpoint."""
+    """If ranks all save to one path, the last save wins, and its report and the log mention the replaced checkpoint."""
     path = parent / "step"
     if existing:
         fastckpt.save(numbered(1, SMALL), path)
@@ -737,7 +737,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
 
     def late(copy_out):
         def copy(*arguments):
-            # In the middle of this save, another one begins and ends.
+            # In the middle of this save, another save begins and ends.
             if not rivals:
                 rivals.append(threading.Thread(target=fastckpt.save, args=(numbered(2, SMALL), path)))
                 rivals[0].start()
@@ -747,7 +747,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
         return copy
 
     with points.replaced(points.COPY_OUT, late):
-        # Strided, and therefore copied by that function.
+        # The array is strided, so this function copies it.
         report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
     assert [re.search("another save to this path", warning) is not None for warning in report.warnings] == [True]
     told = [record for record in caplog.records if "another save to this path" in record.message]
@@ -759,7 +759,7 @@ def test_who_replaces_a_rival_is_told(parent, caplog, existing):
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_two_savers_on_one_path(children, parent, existing):
-    """One whole winner, a clear error for the other if any, and no sweep of a living rival's work."""
+    """The checkpoint is whole, failed saves raise clear errors, and no saver sweeps a living saver's workspace."""
     path = parent / "step"
     nbytes = 1 << 19
     if existing:
@@ -782,13 +782,13 @@ def test_two_savers_on_one_path(children, parent, existing):
     for rival in rivals:
         rival.go()
     seen = {"whole": 0, "changed under us": 0}
-    # As long as they save, and once more: by then there is a whole checkpoint.
+    # Load while they save, and once more: at the end, the path has a whole checkpoint.
     while not (seen["whole"] and all(rival.ended() for rival in rivals)):
         over = all(rival.ended() for rival in rivals)
         try:
             which(fastckpt.load(path, io="threads"), nbytes)
         except (FileNotFoundError, fastckpt.CheckpointError):
-            assert not over, "nobody changes it any more"
+            assert not over, "the load failed although no process saves any more"
             seen["changed under us"] += 1
         else:
             seen["whole"] += 1
@@ -814,7 +814,7 @@ def test_two_savers_on_one_path(children, parent, existing):
 
 
 def test_savers_of_different_paths_in_one_parent_do_not_meet(children, parent):
-    """Mutant: a sweep that takes a living neighbour's work for a leftover."""
+    """Mutant: a sweep takes a living neighbour's workspace for a leftover."""
     rivals = [
         children.start("contend", path=str(parent / f"step-{number}"), first=number, step=1, count=10, nbytes=SMALL)
         for number in range(4)
@@ -836,7 +836,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").repla
 SPACE = Path("/proc/self/ns/pid").stat().st_ino
 HERE = f"{HOST}-{BOOT}-{SPACE}"
 START = Path("/proc/1/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2].split()[19]
-DEAD = 4_194_303  # the largest pid there can be, and not in use (checked below)
+DEAD = 4_194_303  # the largest possible pid, which is not in use (checked below)
 
 
 def leave(parent, name):
@@ -848,22 +848,22 @@ def leave(parent, name):
 
 
 def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
-    """Mutants: sweeping by age or by name alone; following a link; never sweeping."""
+    """Mutants: a save sweeps by age or name alone, follows a link, or never sweeps."""
     with pytest.raises(ProcessLookupError):
         os.kill(DEAD, 0)
     swept = [
         leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd"),
-        # Another process has its number, like the first one of a restarted container, but was started later.
+        # The pid belongs to a process that started later, like the first process of a restarted container.
         leave(parent, f".step.tmp-{HERE}-1-{int(START) + 1}-0123abcd"),
-        # Another checkpoint's, of the same parent.
+        # A leftover of another checkpoint in the same parent.
         leave(parent, f".other.tmp-{HERE}-{DEAD}-7-0123abcd"),
-        # Host names prove nothing: a container of this machine had another one.
+        # Host names prove nothing: a container of this machine may have had another host name.
         leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-7-0123abcd"),
-        # Of a PID namespace that cannot be looked into: the lock is the proof.
+        # The PID namespace cannot be inspected, but the lock is proof.
         leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"),
-        # The process of that number and start lives, but has become another program: the lock is free.
+        # The process with this pid and start time lives, but runs another program now: the lock is free.
         leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
-        # Garbage needs no proof, whoever made it.
+        # Garbage may be removed without proof, whoever made it.
         leave(parent, ".step.del-elsewhere-0000000000000001-1-1-1-0123abcd"),
     ]
     living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-89abcdef")
@@ -876,10 +876,10 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
     (foreign / manifest.NAME).unlink()
     kept = [
         living,
-        # A foreign directory, which a killed save had displaced.
+        # A foreign directory that a killed save had displaced.
         foreign,
         same,
-        # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
+        # Made in another boot, but changed since this boot: perhaps by a machine that mounts this file system remotely.
         leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-1-0123abcd"),
         leave(parent, ".step.tmp-notes"),
         leave(parent, f"step.tmp-{HERE}-{DEAD}-7-0123abcd"),
@@ -898,7 +898,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
     assert [directory.name for directory in kept if not (directory / "model.safetensors").exists()] == []
     assert (outside / "model.safetensors").read_bytes() == b"half"
     assert file.read_text() == "a file, so not ours"
-    # The living process has died since.
+    # The living process has since died.
     fastckpt.save(numbered(2, SMALL), parent / "step")
     assert not living.exists()
 
@@ -913,7 +913,7 @@ def test_old_one_aside_with_the_new_one_in_place_is_swept(parent):
 
 
 def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
-    """Between the two renames of a living saver a reader must not interfere."""
+    """A reader must not interfere between the two renames of a living saver."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     aside = parent / f".step.old-{HOST}-{BOOT}-1-1-1-0123abcd00"
@@ -940,7 +940,7 @@ def test_a_link_leads_to_what_was_taken_aside(parent):
 
 
 def test_what_was_replaced_does_not_come_back(parent):
-    """Its saver died before it could remove it; then the replacing checkpoint is removed."""
+    """The saver died before it removed the old checkpoint, and the new one was removed: the old one stays gone."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
@@ -966,8 +966,8 @@ def test_name_as_long_as_the_file_system_takes(parent):
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
 def test_modes_follow_the_umask(children, parent, umask):
-    """Mutant: 0600 like temporary files (safetensors#782): then no other user can read the model."""
-    for index in (1, 2):  # the second time over the first
+    """Mutant: mode 0600, as for temporary files (safetensors#782), so that no other user can read the model."""
+    for index in (1, 2):  # the second save replaces the first
         found = children.run("modes", path=str(parent / "step"), umask=umask, index=index)
         assert not isinstance(found, zygote.Raised), found
         assert {manifest.NAME, "model.safetensors.index.json", ".", "training"} < set(found)
@@ -986,14 +986,14 @@ def test_group_of_a_setgid_directory_is_inherited(children, parent):
         found = children.run("modes", path=str(parent / "step"), umask=0o022, index=index)
         assert not isinstance(found, zygote.Raised), found
         assert {group for _, group in found.values()} == {12345}
-        assert found["."][0] == 0o755 | want, "as mkdir would have made it"
+        assert found["."][0] == 0o755 | want, "the directory has the mode that mkdir gives"
 
 
 # --- what an overwrite may take --------------------------------------------------------------------------------------
 
 
 def test_saving_over_the_source_of_the_state(parent):
-    """safetensors#762 wrote zeros: the file was truncated while the state was still mapped from it."""
+    """In safetensors#762, such a save wrote zeros, because it truncated the file from which the state was mapped."""
     path = parent / "step"
     state = numbered(1)
     fastckpt.save(state, path)
@@ -1006,8 +1006,8 @@ def test_saving_over_the_source_of_the_state(parent):
 
 
 def test_open_reader_of_a_replaced_checkpoint(parent):
-    """Open files stay; if a file system still removes them, the error describes what happened, not
-    "corrupt"."""
+    """Open files stay readable. If a file system removes them, the error says that the checkpoint was replaced, not
+    that it is corrupt."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path, files=fastckpt.Files(shard_size=SMALL // 2))
     lazy = fastckpt.open(path)
@@ -1020,7 +1020,7 @@ def test_open_reader_of_a_replaced_checkpoint(parent):
         except (OSError, fastckpt.CheckpointError) as error:
             refusal = str(error)
         else:
-            assert same(read, numbered(1, SMALL)["model"][key]), "bytes of another checkpoint"
+            assert same(read, numbered(1, SMALL)["model"][key]), "the reader returned bytes of another checkpoint"
         assert refusal is None or re.search("replaced|meanwhile", refusal), refusal
     assert fastckpt.open(path)["model.small.1"] == 2
 
@@ -1063,7 +1063,7 @@ def obstacles(parent):
 
 
 def snapshot(directory):
-    """Everything below a directory: names, kinds, contents, links."""
+    """All entries below a directory, with names, kinds, contents and link targets."""
     found = {}
     for base, directories, files in os.walk(directory):
         for name in (*directories, *files):
@@ -1089,7 +1089,7 @@ def test_overwrites_nothing_but_checkpoints(parent, kind):
 
 
 def test_directory_that_loses_nothing_is_filled(parent):
-    """os.makedirs(path, exist_ok=True) before a save, and a config.json written there first."""
+    """A save fills a directory that os.makedirs(path, exist_ok=True) made, or that has only a config.json."""
     path = parent / "step"
     path.mkdir(mode=0o700)
     fastckpt.save(numbered(1, SMALL), path, overwrite=False)
@@ -1119,9 +1119,9 @@ def test_overwrite_refused_by_the_caller(parent):
 
 @pytest.mark.parametrize("call", ["fdatasync", "renameat"])
 def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path, call):
-    """overwrite=False checks before it writes; the rename replaces only an empty directory."""
+    """With overwrite=False, a save checks before it writes, and its rename replaces only an empty directory."""
     path = parent / "step"
-    # Without counters, whose page needs a separate rename.
+    # The counters are off, because their page needs a separate rename.
     options = {"index": 1, "nbytes": SMALL, "overwrite": False, "env": {"FASTCKPT_TOP": "0"}}
     child = children.start("save_held", path=str(path), **options)
     child.next()
@@ -1140,7 +1140,7 @@ def test_target_that_appears_during_the_save_is_not_overwritten(children, parent
 @pytest.mark.parametrize("existing", [False, True])
 @pytest.mark.parametrize("call", ["fdatasync", "renames"])
 def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_path, call, existing):
-    """A cleaning job that removes `.*.tmp-*`: an error, and no wait for files that never come back."""
+    """If a cleaning job removes `.*.tmp-*`, the save raises, and does not wait for files that never come back."""
     path = parent / "step"
     if existing:
         fastckpt.save(numbered(1, SMALL), path)
@@ -1151,13 +1151,13 @@ def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_p
     with strace.stopping(child.pid, tmp_path / "log", call) as stop:
         child.go()
         stop.wait()
-        # It is stopped there once the previous file exists and is filled.
+        # At this call the save stops, after the previous file has been created and filled.
         latest = "model.safetensors" if call == "fdatasync" else manifest.NAME
         (found,) = parent.glob(f".step.tmp-*/{latest}")
         assert found.stat().st_size
         shutil.rmtree(found.parent)
     end = child.outcome()
-    assert isinstance(end, zygote.Raised), "there was nothing left to commit"
+    assert isinstance(end, zygote.Raised), "the save succeeded without its workspace"
     assert "OSError" in end.bases, end
     assert str(parent) in (end.filename or ""), end
     assert manifest.listing(parent) == (["step"] if existing else [])
@@ -1179,7 +1179,7 @@ def test_other_files_are_carried_over(parent):
         assert (path / "README.md").read_text() == "# mine"
         assert stat.S_IMODE((path / "README.md").stat().st_mode) == 0o640
         assert (path / ".hidden").read_bytes() == b"\x00" * 5000
-        # The shards of the old one are ours, and are removed.
+        # The shards of the old checkpoint are fastckpt's, and are removed.
         ours = [manifest.NAME, "model.safetensors", "model.safetensors.index.json"]
         assert sorted(os.listdir(path)) == [".hidden", "README.md", "config.json", *ours]
 
@@ -1189,7 +1189,7 @@ def test_other_files_are_carried_over(parent):
 
 @pytest.mark.parametrize("engine", ["auto", "uring", "threads"])
 def test_fork_after_use(children, parent, engine):
-    """A ring that a child inherits delivers the child's completions to the parent (liburing#731)."""
+    """A child must not use an inherited ring, which delivers the child's completions to the parent (liburing#731)."""
     end = children.run("fork_and_save", directory=str(parent), io=engine)
     assert not isinstance(end, zygote.Raised), end
     assert end["statuses"] == [0, 0, 0]
@@ -1207,7 +1207,7 @@ def test_fork_after_use(children, parent, engine):
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 @pytest.mark.parametrize("call", ["fdatasync", "fallocate"])
 def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, call):
-    """Ctrl-C while a save waits for the disk: KeyboardInterrupt, the old checkpoint, no litter."""
+    """Ctrl-C while a save waits for the disk raises KeyboardInterrupt, and leaves only the old checkpoint."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, io=engine, threads=1)
@@ -1224,8 +1224,8 @@ def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, c
 
 
 def test_interrupt_at_any_moment(children, parent, tmp_path):
-    """Whole old or whole new, KeyboardInterrupt unless the save had ended, and never leftovers:
-    there was time to clean up."""
+    """After Ctrl-C the old or the new checkpoint is whole, the save raises unless it had ended, and no leftovers
+    stay, because the save had time to clean up."""
     dice = random.Random(f"{SEED} interrupt")
     path = parent / "step"
     nbytes = 24 << 20
@@ -1248,22 +1248,22 @@ def test_interrupt_at_any_moment(children, parent, tmp_path):
         try:
             end = child.outcome()
         except zygote.DiedError:
-            end = None  # the signal came after the save, while the child was leaving
+            end = None  # the signal came after the save, while the child was exiting
         if isinstance(end, zygote.Raised):
             assert end.kind == "KeyboardInterrupt", end
             interrupted += 1
         assert manifest.listing(parent) == ["step"]
         found = which(fastckpt.load(path), nbytes)
         assert found in (index, index + 1)
-        assert found == index + 1 or end is None or isinstance(end, zygote.Raised), "acknowledged, and gone"
+        assert found == index + 1 or end is None or isinstance(end, zygote.Raised), "acknowledged, but gone"
         index = found
-        assert interrupted > 0, "the first one was interrupted before its commit"
+        assert interrupted > 0, "the first save was interrupted before its commit"
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["xfs", "btrfs", "overlay", "tmpfs"])
 def test_kills_on_other_file_systems(children, kind):
-    """The exchange of names, locks on directories and sweeps, on file systems with special behaviour."""
+    """Kills during exchanges of names and sweeps, on file systems with special behaviour."""
     dice = random.Random(f"{SEED} {kind}")
     with mounts.mount(kind) as point:
         path = point / "step"
@@ -1290,7 +1290,7 @@ def test_kills_on_other_file_systems(children, kind):
 @pytest.mark.root
 @pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
 def test_a_mount_point_is_refused_before_a_byte_is_written(parent, save):
-    """A rename cannot replace it, and until then the shards would fill the file system around it."""
+    """A rename cannot replace a mount point, and the shards would fill the file system around it."""
     path = parent / "step"
     path.mkdir()
     with mounts.mount("tmpfs") as elsewhere:

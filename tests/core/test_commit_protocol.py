@@ -1,4 +1,4 @@
-"""The rules of a commit (docs/format.md, 6), on one machine: a saver is stopped before a
+"""The rules of a commit (docs/format.md, 6) on one machine: a saver is stopped before a
 chosen system call while another process acts. See test_nfs.py and test_fuse.py for two machines."""
 
 # ruff: noqa: PTH208 - names as the kernel has them
@@ -23,13 +23,13 @@ from harness import machines, manifest, mounts, needs, strace, two_machines, zyg
 from harness.jobs import SMALL
 from harness.states import numbered, which
 
-# On ext4 and XFS: as if the disk were gone. With 2 (NOLOGFLUSH), the unwritten log is lost.
+# The ioctl makes ext4 and XFS act as if the disk were gone. With 2 (NOLOGFLUSH), the unwritten log is lost.
 GOING_DOWN, WITHOUT_LOG = 0x8004587D, 2
 
 
 @pytest.fixture(scope="module")
 def children():
-    # The monitor's counters would add calls to those at which savers are stopped.
+    # The monitor's counters would add system calls to those at which savers are stopped.
     with zygote.running(env={"FASTCKPT_TOP": "0"}) as running:
         yield running
 
@@ -51,33 +51,33 @@ def there(path):
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["xfs", "ext4"])
 def test_file_system_that_shuts_down_before_the_parent_is_synced(children, tmp_path, kind):
-    """XFS then syncs a directory without an error, and the checkpoint is lost: the save must not succeed."""
+    """XFS then syncs a directory without an error and loses the checkpoint: the save must not succeed."""
     with mounts.mount(kind) as point:
         path = point / "step"
         fastckpt.save(numbered(0, SMALL), path)
         os.sync()
         before = path.stat().st_ino
         with machines.stopped_save(children, path, tmp_path / "log", "fsync", at=point) as child:
-            assert path.stat().st_ino != before, "stopped before the rename"
+            assert path.stat().st_ino != before, "the save was stopped before its rename"
             descriptor = os.open(point, os.O_RDONLY)
             fcntl.ioctl(descriptor, GOING_DOWN, struct.pack("I", WITHOUT_LOG))
             os.close(descriptor)
         end = child.outcome()
-        assert isinstance(end, zygote.Raised), "saved, says a file system that is gone"
+        assert isinstance(end, zygote.Raised), "the save succeeded on a file system that is gone"
         assert end.errno in (errno.EIO, 117), end
         assert str(point) in (end.filename or ""), end
 
 
 @pytest.mark.root
 def test_power_cut_between_two_shards_on_btrfs(children, tmp_path):
-    """A sync there makes one file and its name durable, and not earlier ones. The leftovers must be recognised as
+    """On btrfs, a sync makes one file and its name durable, but no earlier files. The leftovers must be recognised as
     a workspace, and the next save removes it."""
     image = tmp_path / "image"
     with mounts.mount("btrfs") as point:
         options = {"shard_size": SMALL // 2, "io": "threads"}
         path = point / "step"
         with machines.stopped_save(children, path, tmp_path / "log", "fdatasync", 2, **options) as child:
-            # Sparse, because the holes would be 160 MB of writes before the syncs of other tests.
+            # The copy is sparse, because its holes would be 160 MB of writes that delay the syncs of other tests.
             subprocess.run(["cp", "--sparse=always", point.parent / "image", image], check=True)
             child.signal(signal.SIGKILL)
         child.wait()
@@ -101,7 +101,7 @@ os.execvp("sleep", ["sleep", "1000"])
 
 
 def test_process_that_becomes_another_program(parent):
-    """Its process runs; the lock on its workspace is free."""
+    """The saver's process runs, but the lock on its workspace is free."""
     with subprocess.Popen([sys.executable, "-c", _BECOMES_ANOTHER_PROGRAM, str(parent)]) as child:
         try:
             name = Path(f"/proc/{child.pid}/comm")
@@ -120,7 +120,7 @@ def test_process_that_becomes_another_program(parent):
 
 @pytest.mark.parametrize("call", ["renameat2", "linkat"])
 def test_file_laid_into_a_rivals_checkpoint(children, parent, tmp_path, call):
-    """A rival commits between a saver's look at the old checkpoint, or its list of files, and its rename."""
+    """Another saver commits between a saver's check of the old checkpoint, or its list of files, and its rename."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     (path / "config.json").write_text("mine")
@@ -136,10 +136,10 @@ def test_file_laid_into_a_rivals_checkpoint(children, parent, tmp_path, call):
 
 @pytest.mark.parametrize("flags", [True, False], ids=["exchange", "two renames"])
 def test_directory_of_somebody_that_takes_the_name(children, parent, tmp_path, flags):
-    """A directory appears between look and rename; it is not a checkpoint, and its only copy stays."""
+    """A directory appears between check and rename; it is not a checkpoint, and its contents stay."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
-    # Without flags the first exchange is refused, and the second call is held.
+    # Without flags, the exchange is refused, and the save is stopped at the plain rename.
     refused = () if flags else (strace.injection("renameat2", "error=EINVAL", "1"),)
     call = ("renameat2", 1) if flags else ("renameat", 1)
     with machines.stopped_save(children, path, tmp_path / "log", *call, *refused, index=2) as child:
@@ -160,7 +160,7 @@ def test_what_takes_the_name_meanwhile(children, parent, tmp_path, scenario):
 
 
 def test_overwrite_keeps_the_mode(parent):
-    """A checkpoint with closed permissions is not open to others after the next save."""
+    """A checkpoint with restricted permissions has them after the next save, too."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.chmod(0o700)
@@ -170,7 +170,7 @@ def test_overwrite_keeps_the_mode(parent):
 
 
 def test_mode_is_kept_while_it_is_written(children, parent, tmp_path):
-    """Even before the end: the workspace holds the same bytes."""
+    """Even the workspace has the mode, because it has the same bytes."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
     path.chmod(0o700)
@@ -218,7 +218,7 @@ def test_directories_that_cannot_be_synced(children, parent, tmp_path):
 
 @pytest.mark.root
 def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
-    """A directory of a lower layer cannot be renamed: either it is still replaced, or the error has the remedy."""
+    """A directory of a lower layer cannot be renamed: the error names the layer, and the old checkpoint stays."""
     needs.root()
     for part in ("upper", "work", "merged"):
         (tmp_path / "layers" / part).mkdir(parents=True)
@@ -248,7 +248,7 @@ def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
 @pytest.mark.root
 @pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
 def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_path, pids):
-    """A container has its own host name, and processes that this one cannot see; the kernel is the same."""
+    """A container has its own host name, and its processes may be invisible here, but the kernel is the same."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)
     for host in ("trainer-a", "trainer-b"):
@@ -257,7 +257,7 @@ def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_pa
                 child.signal(signal.SIGKILL)
             child.wait()
     left = [name for name in os.listdir(parent) if ".tmp-" in name]
-    assert len(left) >= 1, "nobody left anything"
+    assert len(left) >= 1, "the killed saves left nothing"
     fastckpt.save(numbered(2, SMALL), path)
     assert manifest.listing(parent) == ["step"]
     assert there(path) == 2
@@ -267,7 +267,7 @@ def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_pa
 @pytest.mark.parametrize("host", ["trainer", None], ids=["equal names", "other name"])
 @pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
 def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, host, pids):
-    """It is stopped, and its work is not removed: neither by this machine nor by a container of the same name."""
+    """Neither this machine nor a container of the same name removes the workspace of a stopped saver."""
     path = parent / "step"
     with (
         machines.machine(tmp_path, "trainer", boot=False, pids=pids) as container,
@@ -285,7 +285,7 @@ def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, hos
 
 @pytest.mark.root
 def test_saver_of_a_container_that_has_not_locked_its_manifest(children, parent, tmp_path):
-    """It looks dead from outside. It makes removed files again."""
+    """From outside the container, the saver looks dead, and its files are removed: it makes them again."""
     with machines.machine(tmp_path, "trainer", boot=False) as container:
         two_machines.swept_before_its_lock((container, parent), (children, parent), tmp_path)
 
@@ -341,12 +341,12 @@ def test_load_that_is_overtaken_again_and_again(children, parent, tmp_path):
     def logged(text):
         return log.read_text(encoding="utf-8", errors="replace").count(text)
 
-    # It stops after each open, including the manifest's, and by its next open there is another checkpoint.
+    # The reader stops after each open, and before its next open the checkpoint is replaced.
     with strace.attached(reader.pid, log, "openat2", strace.injection("openat2", "signal=SIGSTOP", "1+")):
         reader.go()
         while logged('"model.safetensors"') < turns:
             machines.wait_until(lambda seen=stops: logged("--- stopped by SIGSTOP ---") > seen or reader.ended())
-            assert not reader.ended(), f"overtaken {stops} times only: {reader.outcome()}"
+            assert not reader.ended(), f"the reader ended after {stops} replacements: {reader.outcome()}"
             stops = logged("--- stopped by SIGSTOP ---")
             index += 1
             fastckpt.save(numbered(index, SMALL), path)

@@ -1,6 +1,6 @@
-"""If io_uring or direct I/O is refused, everything still works, and the fallback is reported (DESIGN.md section 5).
+"""If io_uring or direct I/O is refused, everything still works, and reports show the fallback (docs/design.md).
 
-The refusals are real: seccomp filters, resource limits of an ordinary user, file systems without O_DIRECT.
+The tests use real refusals: seccomp filters, resource limits of an ordinary user, and file systems without O_DIRECT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def outcome(children, **arguments):
 
 
 def test_without_any_refusal_the_ring_runs(children, tmp_path):
-    """The control: if this machine always fell back, the tests below would prove nothing."""
+    """If this machine always fell back, the tests below would prove nothing."""
     needs.ring()
     result = outcome(children, directory=str(tmp_path))
     assert result["ring"] == 0
@@ -47,7 +47,7 @@ def test_without_any_refusal_the_ring_runs(children, tmp_path):
 def test_ring_refused(children, cause):
     number, why, remedy = CAUSES[cause]
     if cause == "memlock":
-        # Root's CAP_IPC_LOCK lifts the limit, so the child becomes an ordinary user; and needs somewhere it may write.
+        # Root's CAP_IPC_LOCK lifts the limit, so the child becomes an ordinary user, and needs a directory to write to.
         needs.root()
         how = {"memlock": 0, "user": True}
     else:
@@ -57,17 +57,17 @@ def test_ring_refused(children, cause):
         for index in (1, 2, 3):
             manifest.read(directory / f"step-{index}")
         recorded = manifest.read_manifest(directory / "step-1")["saved"]
-    assert result["ring"] == number, "the refusal is not real"
+    assert result["ring"] == number, "io_uring_setup did not fail as intended"
     assert result["user"] == (65534 if cause == "memlock" else os.getuid())
     for report in result["reports"]:
         assert report["engine"] == "threads"
         assert re.search(why, report["fallback"]), report["fallback"]
         assert re.search(remedy, report["fallback"]), report["fallback"]
-    # Once per process, not once per save, load or thread.
+    # A process warns once, not for each save, load or thread.
     assert len(result["warnings"]) == 1, result["warnings"]
     assert re.search(why, result["warnings"][0])
     assert re.search(remedy, result["warnings"][0])
-    # The manifest also shows it to later readers.
+    # The manifest shows the fallback to later readers, too.
     assert recorded["engine"] == "threads"
     assert re.search(why, recorded["fallback"])
 
@@ -91,7 +91,7 @@ def test_engine_chosen_by_hand(children, tmp_path, engine, how):
 
 
 def test_the_engine_reported_is_the_engine_that_ran(children, tmp_path):
-    """The report is verified: strace sees io_uring_enter, or does not."""
+    """strace verifies the report: it sees io_uring_enter only with the engine uring."""
     needs.ring()
     for engine in ENGINES:
         child = children.start("save_held", path=str(tmp_path / engine), index=1, io=engine)
@@ -129,7 +129,7 @@ def test_unknown_engine_is_refused_by_name(children, tmp_path, how):
     assert isinstance(raised, zygote.Raised)
     assert "ValueError" in raised.bases, raised
     assert "fast" in raised.text
-    assert "threads" in raised.text, "the message should name the choices"
+    assert "threads" in raised.text, "the message must name the choices"
     assert manifest.listing(tmp_path) == []
 
 
@@ -147,7 +147,7 @@ def test_a_refused_statx_does_not_refuse_direct(children, tmp_path):
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ENGINES)
 def test_direct_refused_goes_buffered_and_counts_it(children, engine):
-    """ramfs answers EINVAL to O_DIRECT."""
+    """ramfs refuses O_DIRECT with EINVAL."""
     with mounts.mount("ramfs") as point:
         with pytest.raises(OSError, match=r"Invalid argument"):
             os.open(point / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -159,7 +159,7 @@ def test_direct_refused_goes_buffered_and_counts_it(children, engine):
         assert report["blocks"]["zero-copy"] + report["blocks"]["staged"] == 0
         assert report["blocks"]["buffered"] > 0
         if engine != "buffered":
-            assert report["fallback"], "direct I/O was refused, and nobody was told"
+            assert report["fallback"], "direct I/O was refused, but the report has no fallback"
             assert re.search(r"O_DIRECT|direct", report["fallback"])
     assert len(result["warnings"]) == (0 if engine == "buffered" else 1), result["warnings"]
 
@@ -172,7 +172,7 @@ def test_round_trip_on_every_file_system(children, kind):
             directory = point / engine
             directory.mkdir()
             result = outcome(children, directory=str(directory), io=engine)
-            # Also over an existing checkpoint: the exchange of names depends on the file system, too.
+            # Replace checkpoints as well, because the exchange of names depends on the file system, too.
             again = outcome(children, directory=str(directory), io=engine)
             assert manifest.listing(directory) == ["step-1", "step-2", "step-3"]
             manifest.read(directory / "step-3")
@@ -184,7 +184,7 @@ def test_round_trip_on_every_file_system(children, kind):
 
 
 def test_reader_without_ring_reads_what_the_ring_wrote(children, tmp_path):
-    """Files of one engine are read by any other."""
+    """Any engine reads files that another engine has written."""
     outcome(children, directory=str(tmp_path), io="uring", saves=1)
     for engine in ENGINES:
         end = children.run("load_timed", path=str(tmp_path / "step-1"), io=engine)
@@ -194,7 +194,7 @@ def test_reader_without_ring_reads_what_the_ring_wrote(children, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [("EPERM", "uring"), ("ENOSYS", "uring and dtype")])
 def test_suite_of_states_runs_without_io_uring(name, which):
-    """The tests of states that use the ring, repeated in a process tree without one."""
+    """Tests of states that use the ring pass in a process tree without a ring, too."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", which]
     done = subprocess.run(
         [
@@ -220,5 +220,5 @@ def test_suite_of_states_runs_without_io_uring(name, which):
 
 
 def test_this_process_can_have_a_ring():
-    """Elsewhere a missing ring is reported; in CI it is a failure."""
+    """A missing ring fails CI, and is reported elsewhere."""
     needs.ring()

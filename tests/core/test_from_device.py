@@ -12,14 +12,14 @@ NBYTES = 24_000_000
 
 
 def read_from_device():
-    """Bytes that this process had a device read."""
+    """Bytes that devices have read for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 @pytest.fixture
 def cached(tmp_path):
-    """A checkpoint, all of it in the page cache."""
+    """A checkpoint that is entirely in the page cache, and its state."""
     state = {"a": np.arange(NBYTES // 8), "b": np.zeros(3)}
     fastckpt.save(state, tmp_path / "c")
     for file in (tmp_path / "c").iterdir():
@@ -27,7 +27,7 @@ def cached(tmp_path):
     before = read_from_device()
     for file in (tmp_path / "c").iterdir():
         file.read_bytes()
-    # Programs are also read if memory is short.
+    # If memory is short, reads of program code count, too.
     assert read_from_device() - before < NBYTES // 10
     return tmp_path / "c", state
 

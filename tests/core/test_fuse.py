@@ -1,8 +1,8 @@
 """File systems in user space.
 
 The commit protocol between two clients of a file system whose locks are local to each of them (docs/format.md, 6): one
-directory behind two FUSE mounts, and two machines that differ in boot id and PID namespace. And a daemon that keeps
-what is written per handle: each handle is synced, and the error of a close is one of the save.
+directory behind two FUSE mounts, and two machines that differ in boot id and PID namespace. Also a daemon that buffers
+writes per handle: a save syncs each handle, and raises the error of a close.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCENARIOS = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["one name", "two names"])
 def pair(request, tmp_path_factory):
-    """Two machines, with or without a common host name, and a mount for each: a machine sees no later mounts."""
+    """Two machines, with or without a common host name, made after a mount for each: they see no later mounts."""
     logs = tmp_path_factory.mktemp("logs")
     names = ("trainer", "trainer") if request.param else ("node-a", "node-b")
     with (
@@ -56,7 +56,7 @@ def test_two_clients(pair, scenario):
     getattr(two_machines, scenario)(*places, logs)
 
 
-# The last bytes of a file that is not whole pages go through another handle than the others.
+# The last bytes of a file that does not end on a page go through another handle than the others.
 STATE = {"a": np.arange(3_000_001), "b": np.ones(5, np.uint8)}
 
 

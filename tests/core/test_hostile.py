@@ -1,9 +1,9 @@
-"""Malicious checkpoints: forged behind a correct checksum, so that nothing is refused for the wrong reason
-(RELIABILITY.md 3).
+"""Malicious checkpoints, forged behind a correct checksum, so that no load refuses them for the wrong reason. What is
+promised for any file is in SECURITY.md.
 
-Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds of
-the processor's time, in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening
-anything outside of its directory. Where a path is tempting, what lies there is a valid shard: following it would
+Every way to load (:mod:`harness.ways`) refuses each of them, with fastckpt's own error, in under two seconds of CPU
+time, in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening
+anything outside its directory. At the target of a hostile path there is a valid shard, so that following the path would
 succeed.
 """
 
@@ -38,16 +38,16 @@ from harness import manifest, needs, strace, ways, zygote
 from harness.internals import RESERVED
 
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
-HEADROOM = 1 << 30  # address space beyond that at the start of the load: threads and the staging pool need some
-GROWTH = 192 << 20  # resident memory: the pool of 128 MiB and change
+HEADROOM = 1 << 30  # address space beyond that at the start of the load, for threads and staging buffers
+GROWTH = 192 << 20  # resident memory: the staging buffers of 128 MiB, and a little more
 SECONDS = 2.0
 MUTATIONS = 2100
 
 
 @pytest.fixture
 def children(children_with_torch):
-    # With torch imported beforehand: decoding some tokens needs it, and its import alone takes longer than these
-    # loads may.
+    # torch is imported in advance: decoding some tokens needs it, and its import alone takes longer than these loads
+    # may.
     return children_with_torch
 
 
@@ -61,14 +61,14 @@ TENSORS = [
 
 @pytest.fixture
 def forged(tmp_path):
-    """A valid checkpoint made by hand (small blocks, so tensor a has several), and its manifest's body to forge."""
+    """A valid handmade checkpoint, with several blocks in tensor a, and its manifest's body to forge."""
     path = tmp_path / "inside" / "step"
     path.parent.mkdir()
     body = manifest.minimal(path, TENSORS)
-    # Tensors of torch and NumPy, which take different paths.
+    # Tensors of torch and NumPy, which loads handle differently.
     body["structure"] = [["dict", 4], "a", ["tensor", 0], "b", ["array", 1], "c", ["array", 2], "e", ["tensor", 3]]
     manifest.forge(path, body)
-    # Beside it the target of a hostile path: a shard that fits every checksum.
+    # Beside the checkpoint is the target of a hostile path, a shard that matches every checksum.
     for place in (tmp_path / "secret.safetensors", path.parent / "secret.safetensors"):
         shutil.copy(path / "model.safetensors", place)
     return path, body
@@ -84,7 +84,7 @@ def shard(body):
 
 def check_end(end, *, kinds=("CorruptCheckpointError",), bound=GROWTH):
     assert end["kind"] in kinds, end
-    # CPU time: the processor may be busy, and the parent limits a hang.
+    # CPU time is measured, because the CPU may be busy; the parent limits a hang.
     assert end["processor"] < SECONDS, end
     assert end["grown"] < bound, end
     assert end["kind"] == "loaded" or end["text"], end
@@ -95,13 +95,13 @@ def refused(children, path, *, kinds=("CorruptCheckpointError",)):
         end = children.run("load_timed", path=str(path), headroom=HEADROOM, operation=operation)
         assert not isinstance(end, zygote.Raised), end
         if operation == "verify" and end["kind"] == "loaded" and end["ok"] is False:
-            continue  # it has listed the damage
+            continue  # verify has listed the damage
         check_end(end, kinds=kinds)
         assert str(path) in end["text"], end
 
 
 def test_control_loads(children, forged):
-    """Unchanged it loads, so each refusal below has its single change as the reason."""
+    """The unchanged checkpoint loads, so each refusal below is due to its single change."""
     path, body = forged
     manifest.read(path)
     end = children.run("load_timed", path=str(path), headroom=HEADROOM)
@@ -149,7 +149,7 @@ def test_shard_names(children, forged, kind, tmp_path):
 
 
 def spoil_files(path, tmp_path):
-    """Replacements of a shard. Each leaves the manifest unchanged."""
+    """The shard, and functions that replace it without a change of the manifest."""
     victim = path / "model.safetensors"
     raw = victim.read_bytes()
 
@@ -177,7 +177,7 @@ def spoil_files(path, tmp_path):
         victim.mkdir()
 
     def unix_socket():
-        # The name of a socket may have 108 bytes, pytest's directories have more.
+        # A socket's path may have 108 bytes, and pytest's paths have more.
         before = Path.cwd()
         os.chdir(path)
         try:
@@ -253,8 +253,8 @@ def test_two_shards_of_one_file(children, forged):
 
 
 def test_nothing_outside_is_opened(children, forged, tmp_path):
-    """strace sees every open.
-    A read of the canary, even one that is then refused, is a failure."""
+    """strace shows every open.
+    A read of a file outside is a failure, even if the load then refuses the file."""
     path, body = forged
     base = path.parent
     paths = []
@@ -274,10 +274,10 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
         paths.append(copied)
     control = base / "control"
     shutil.copytree(path, control)
-    # The control goes first, so that the opens of a process's first load are known, and last, to show that loading
-    # works.
+    # The valid checkpoint comes first, so that the opens of a process's first load are known, and last, to show that
+    # loads still work.
     order = [control, *paths, control]
-    # The stand-in device would be imported meanwhile.
+    # A load to a device would import the stand-in, which opens files.
     among = [way for way in ways.WAYS if way != "device"]
     child = children.start("load_many", paths=[str(item) for item in order], among=among)
     child.next()
@@ -293,9 +293,9 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
         assert end[-1] in ("CorruptCheckpointError", "damage")
     assert not [call for call in calls if call.name in ("execve", "connect")]
     opened = [call.opened() for call in calls if call.ok and call.name.startswith("open")]
-    assert any(name.startswith(f"{control}/") for name in opened), "strace has seen nothing"
-    # Within the directories; what the runtime itself looks up about the machine and its own page of counters;
-    # Python's modules.
+    assert any(name.startswith(f"{control}/") for name in opened), "strace did not see the opens"
+    # A load may open only files of the checkpoints, what the runtime reads about the machine, its page of counters,
+    # and Python's modules.
     runtime = (
         "/proc/",
         "/sys/",
@@ -308,7 +308,7 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
         str(manifest.Path(fastckpt.__file__).resolve().parents[1]),
     )
     outside = [name for name in opened if not any(name == str(item) or name.startswith(f"{item}/") for item in order)]
-    # Opening the parent is part of looking for an interrupted overwrite; its contents are not.
+    # A load opens the parent to look for an interrupted save, but must not open other files in it.
     assert [name for name in outside if not name.startswith(runtime) and name != str(base)] == []
     assert not [name for name in opened if "secret" in name or name == "/dev/zero" or name.startswith("/proc/self/mem")]
 
@@ -317,7 +317,7 @@ def test_nothing_outside_is_opened(children, forged, tmp_path):
 
 
 def number_cases():
-    """name -> what to do to the body."""
+    """Names of cases, and the functions that change the body."""
 
     def of_tensor(member, value, name="a"):
         return lambda body: tensor(body, name).__setitem__(member, value)
@@ -332,7 +332,7 @@ def number_cases():
         return spoil
 
     def overlap(body):
-        # b over a's first bytes, with a fitting checksum, so that only the rule against overlap can refuse it.
+        # b overlaps a's first bytes and has a matching checksum, so that only the rule against overlap can refuse it.
         entry = tensor(body, "b")
         data = TENSORS[0][3][:24]
         entry["offset"] = tensor(body, "a")["offset"]
@@ -344,7 +344,7 @@ def number_cases():
         body["tensors"].append(again)
 
     def hole(body):
-        # c is removed; its bytes now belong to no tensor.
+        # c is removed, so that its bytes belong to no tensor.
         body["tensors"] = [entry for entry in body["tensors"] if entry["name"] != "c"]
         body["structure"] = [["dict", 1], "a", ["array", 0]]
 
@@ -418,7 +418,7 @@ def number_cases():
         if value != [8]:
             cases[f"shape of {shown}"] = of_tensor("shape", [value])
             cases[f"shape of 0 and {shown}"] = of_tensor("shape", [value, 0], "e")
-    # Zero elements with any other size, so these are legal.
+    # These shapes have zero elements, so they are legal.
     for value in huge:
         if value < 1 << 63:
             del cases[f"shape of 0 and {value!r}"]
@@ -428,9 +428,9 @@ def number_cases():
 NUMBERS = number_cases()
 
 
-#: Other allowed ends of ways if load() raises CorruptCheckpointError. verify compares sums, and ignores the structure.
+#: Other ends of ways that are allowed if load() raises CorruptCheckpointError. verify ignores the structure.
 ALSO = {"into": {"StructureMismatchError"}, "strided": {"StructureMismatchError"}, "keys": {"KeyError"}}
-#: The ways that read the same as load().
+#: The ways that read the same things as load().
 ALIKE = tuple(way for way in ways.WAYS if way != "verify")
 
 
@@ -447,9 +447,9 @@ def in_turn(
     rotate=False,
     alike=ALIKE,
 ):
-    """Load under each of these manifests, one after another in one child, in all ways; how load() ended.
+    """Load under each of these manifests, one after another in one child, in all ways; return how load() ended.
 
-    What it refuses as corrupt is refused in all the ways that are ``alike``.
+    The ways in ``alike`` must refuse what load() refuses as corrupt.
     """
     seals = sealed if isinstance(sealed, list) else [sealed] * len(raws)
     cases = [
@@ -500,8 +500,8 @@ def test_numbers(children, forged, tmp_path):
 
 
 def test_sum_of_a_whole_shard_is_verified(children, forged):
-    """load() compares extents and headers, which cover every byte; the sum of the whole file is for copies,
-    and must also be true."""
+    """load() verifies extents and headers, which cover every byte; the checksum of the whole file is for copies,
+    and must be right, too."""
     path, body = forged
     shard(body)["crc"] = "0" * 16
     manifest.forge(path, body)
@@ -533,9 +533,9 @@ def test_every_member_missing_or_of_a_wrong_type(children, forged, tmp_path):
                 holder[name] = value
             raws.append(manifest.seal(changed))
             whats.append(f"{'.'.join(map(str, (*where, name)))} = {value!r}")
-            # Informative members may have any value that breaks nothing; members on which bytes depend may not.
+            # Informative members may have any harmless value, but members that determine bytes may not.
             informs = where in (("saved",), ("writer",)) or name in ("writer", "created", "saved", "metadata")
-            # A list of tokens that are one leaf each, or another order of the same name, is a legal state.
+            # Some other values of the structure, of names and of a shard's checksum are legal.
             legal = name == "structure" or (name == "crc" and where == ("shards", 0)) or name == "name"
             strict.append(not informs and not legal)
     end = in_turn(children, path, tmp_path, raws, whats=whats, rotate=True)
@@ -611,7 +611,7 @@ def text_cases():
 
 
 class Bomb:
-    """Unpickled, it leaves a mark."""
+    """An object that leaves a mark when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -629,7 +629,7 @@ def test_texts_that_are_no_manifest(children, forged, tmp_path):
     end = in_turn(children, path, tmp_path, list(cases.values()), whats=list(cases), sealed=False, rotate=True)
     assert end["bad"] == []
     odd = {what: kind for what, kind in zip(cases, end["ends"], strict=True) if kind != "CorruptCheckpointError"}
-    # A prefix that names another version wins over all else; `"yes"` and the like do not name one.
+    # Only a prefix with another version gives another error; `"yes"` and similar values are no versions.
     assert odd == {}
     assert not mark.exists()
     assert end["grown"] < GROWTH
@@ -645,7 +645,7 @@ def test_pickle_in_place_of_shards_and_beside_them(children, forged, tmp_path):
     raw = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(bomb + raw[len(bomb) :])
     refused(children, path)
-    # Even as honest content it stays bytes.
+    # As the content of a tensor, the pickle stays bytes.
     (path / "model.safetensors").unlink()
     shutil.rmtree(path)
     manifest.minimal(path, [("a", "U8", [len(bomb)], bomb)])
@@ -654,7 +654,7 @@ def test_pickle_in_place_of_shards_and_beside_them(children, forged, tmp_path):
 
 
 def test_duplicate_members(children, forged, tmp_path):
-    """Two parsers may take different members of the pair, so an ambiguous file is refused."""
+    """Parsers may pick different members of a pair, so a load refuses an ambiguous file."""
     path, body = forged
     text = json.dumps(body, separators=(",", ":"))
     entry = json.dumps(tensor(body), separators=(",", ":"))
@@ -672,7 +672,7 @@ def test_duplicate_members(children, forged, tmp_path):
             piece, piece[:-1] + f',"{member}":{json.dumps(shard(body)[member])}}}'
         )
     assert all(case != text for case in cases.values())
-    # The two members that the prefix already has.
+    # The prefix has these two members.
     cases["fastckpt twice"] = text[:-1] + ',"fastckpt":2}'
     cases["crc64nvme twice"] = text[:-1] + ',"crc64nvme":"0"}'
     raws = [manifest.seal(case[1:].encode() + b"\n") for case in cases.values()]
@@ -683,7 +683,7 @@ def test_duplicate_members(children, forged, tmp_path):
 
 
 def test_manifest_beyond_its_limit(children, forged):
-    """A file of 513 MiB, of which no page may be read into memory."""
+    """A load must refuse a manifest of more than 512 MiB without reading a page of it."""
     path, _ = forged
     with (path / manifest.NAME).open("r+b") as file:
         file.truncate((512 << 20) + 1)
@@ -697,7 +697,7 @@ def test_manifest_beyond_its_limit(children, forged):
     "length", [0, 1, 4087, 4089, 100_000_001, 1 << 31, 1 << 62, (1 << 63) - 9, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
 )
 def test_header_length_bomb(children, forged, length):
-    """With every checksum recomputed: only the rule that 8+N is data_offset can refuse it."""
+    """Every checksum is recomputed, so that only the rule that 8+N equals data_offset can refuse the file."""
     path, body = forged
     raw = bytearray((path / "model.safetensors").read_bytes())
     raw[:8] = struct.pack("<Q", length)
@@ -711,7 +711,7 @@ def test_header_length_bomb(children, forged, length):
 
 
 def test_sparse_giant_shard(children, forged):
-    """A terabyte of holes, declared honestly: a tensor of that size is refused for lack of memory, without the process
+    """A shard has a terabyte of holes, rightly declared: the load raises for lack of memory, without the process
     being killed."""
     path, body = forged
     size = 1 << 40
@@ -740,7 +740,7 @@ def named(name):
 
 
 def pairs(**members):
-    """The tokens of a dict of leaves."""
+    """The tokens of a dict with these leaves."""
     return [["dict", len(members)], *(part for item in members.items() for part in item)]
 
 
@@ -939,7 +939,7 @@ def structure_cases():
     }
 
 
-# Legal, or harmless: a load is as good as a refusal.
+# These cases are legal or harmless: a load may accept or refuse them.
 TOLERATED = {
     "same key twice",
     "int python",
@@ -949,7 +949,7 @@ TOLERATED = {
     "bare huge negative",
     "datetime fold 2",
     "size negative",
-    # A configuration whose class the program has not declared is what it holds.
+    # A configuration whose class is not declared comes back as its contents.
     "configuration of a number",
     "configuration deep",
     "flags of what is none",
@@ -967,15 +967,15 @@ def test_structures(children, forged, tmp_path, place):
         raws.append(manifest.seal(changed))
         whats.append(what)
     if place == "metadata":
-        # Metadata may name no tensor; load() need not read it, so the test reads it.
+        # Metadata may name no tensor. load() does not read it, so the test does.
         (tmp_path / "cases.json").write_text(
             json.dumps([{"what": what, "bytes": raw.hex()} for what, raw in zip(whats, raws, strict=True)])
         )
         ends = children.run("metadata_of", directory=str(path), mutants=str(tmp_path / "cases.json"), timeout=120)
         assert not isinstance(ends, zygote.Raised), ends
     else:
-        # Single tensors are read without their structure being made, what is filled is not made anew, what leads to no
-        # tensor is left out, and on a device an array is a tensor, which may be a key.
+        # A read of single tensors does not make the structure, a load with into= makes no filled value, keys= leaves
+        # out values without tensors, and on a device an array becomes a tensor, which may be a key.
         alike = ("mmap",)
         end = in_turn(children, path, tmp_path, raws, whats=whats, headroom=4 << 30, framework="auto", alike=alike)
         assert end["bad"] == []
@@ -989,7 +989,7 @@ def test_structures(children, forged, tmp_path, place):
         for what, kind in zip(whats, ends, strict=True)
         if kind not in ("loaded", "CorruptCheckpointError", "FormatVersionError", "UnsupportedTypeError")
     }
-    # Every program can read metadata: unknown values are plain, with a warning.
+    # Every program can read metadata: unknown values become plain values, with a warning.
     assert others == ({"unregistered type": "RuntimeWarning"} if place == "metadata" else {})
 
 
@@ -1022,7 +1022,7 @@ def as_cases():
 
 
 def test_true_types_that_are_lies(children, forged, tmp_path):
-    """A shape larger than its bytes would read past them; an object dtype would turn them into pointers."""
+    """A shape larger than the bytes would read past them, and an object dtype would turn them into pointers."""
     path, body = forged
     raws, whats = [], []
     for token in ("array", "tensor"):
@@ -1047,7 +1047,7 @@ def test_true_types_that_are_lies(children, forged, tmp_path):
 
 
 def varied_state():
-    """Every token that does not need torch."""
+    """A state with every token that does not need torch."""
     return {
         "weights": [np.arange(1500, dtype=np.float32), np.arange(12, dtype=np.int64).reshape(3, 4), np.array(2.5)],
         "be": np.arange(5, dtype=">f8"),
@@ -1191,7 +1191,7 @@ TAGS = [
 
 
 def nodes(value, where=()):
-    """Every place in a JSON value, with its holder."""
+    """All places in a JSON value, with their containers."""
     found = []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -1201,7 +1201,7 @@ def nodes(value, where=()):
 
 
 def mutate_json(dice, body):
-    """One to three random edits of the tree; returns a description of them."""
+    """Make one to three random edits of the tree, and return a description of them."""
     done = []
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         holder, key = dice.choice(nodes(body))
@@ -1256,8 +1256,8 @@ def mutate_bytes(dice, raw, start):
 
 @pytest.mark.slow
 def test_random_mutations(children, tmp_path):
-    """Seeded: FASTCKPT_TEST_SEED=n repeats or varies it. Under a wrong checksum only the very same state may come back;
-    under a right one a mutant may be a legal checkpoint, and then each array in it must still be one that was saved.
+    """FASTCKPT_TEST_SEED=n repeats or varies the test. Under a wrong checksum, a load may return only the same state;
+    under a right one, a mutant may be a legal checkpoint, but each of its arrays must be one that was saved.
     """
     dice = random.Random(SEED)
     path = tmp_path / "original"
@@ -1293,7 +1293,7 @@ def test_random_mutations(children, tmp_path):
     assert end["grown"] < GROWTH
     ends = collections.Counter(end["ends"])
     print(dict(ends))
-    # Both sides of the oracle were exercised.
+    # Mutants have led to both kinds of ends.
     assert ends["CorruptCheckpointError"] > MUTATIONS // 2, ends
     assert ends["loaded"] + ends["loaded equal"] > MUTATIONS // 50, ends
     assert ends.keys() <= {
@@ -1306,6 +1306,6 @@ def test_random_mutations(children, tmp_path):
 
 
 def test_hostile_inputs_exist_as_promised():
-    """An errno that this file relies on exists, and the corpus has not silently shrunk."""
+    """An errno that this file needs exists, and the number of cases has not silently shrunk."""
     assert errno.ELOOP
     assert len(NAMES) + len(NUMBERS) + len(text_cases()) + len(structure_cases()) + 2 * len(as_cases()) > 400

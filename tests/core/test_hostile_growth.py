@@ -1,6 +1,6 @@
 """Small checkpoints with high costs: a reader's work and memory grow no faster than the file.
 
-Each is forged behind a correct checksum, and its size is one at which the growth that it provokes would show beyond
+Each checkpoint is forged behind a correct checksum, and so large that the growth it provokes would show beyond
 doubt: minutes, or gigabytes.
 """
 
@@ -24,7 +24,7 @@ import pytest
 import fastckpt
 from harness import cli, limits, manifest, programs, zygote
 
-#: CPU time, so that a busy machine does not matter; each of these once took several times as much, or minutes.
+#: The limit of CPU time, which a busy machine does not change; each case once took several times as long, or minutes.
 SECONDS = 10.0
 GROWTH = 192 << 20
 
@@ -36,13 +36,13 @@ def children(children_with_torch):
 
 @pytest.fixture
 def forged(tmp_path):
-    """A checkpoint of one array, and its manifest's body to forge."""
+    """The path of a checkpoint with one array, and its manifest's body to forge."""
     path = tmp_path / "step"
     return path, manifest.minimal(path, [("a", "U8", [4], b"data")])
 
 
 def ended(children, path, operation="load", *, job="load_timed", bound=GROWTH, **options):
-    """The end of an operation on ``path`` in a separate process; it must be quick and small."""
+    """Run an operation on ``path`` in a separate process, check its time and memory, and return its end."""
     end = children.run(job, path=str(path), operation=operation, timeout=120, **options)
     assert not isinstance(end, zygote.Raised), end
     assert end["processor"] < SECONDS, end
@@ -65,10 +65,10 @@ def _float(value):
 
 
 def _walkers(bits):
-    """Integers below 2^61 with different hashes that Python inserts into a dict by long walks.
+    """Integers below 2^61 with different hashes that take Python many steps to insert into a dict.
 
-    The first ones take places that follow each other on the walk that is left when all bits of a hash are used up.
-    The others are made so that every step before it leads to one of these places.
+    The first keys take places that follow each other in the order of steps after all bits of a hash are used up.
+    The other keys are made so that every earlier step leads to one of these places.
     """
     dice = random.Random(1)
     mask = (1 << bits) - 1
@@ -93,7 +93,7 @@ def _walkers(bits):
 
 
 def _token(key):
-    """One key's tokens."""
+    """The tokens of a key."""
     if isinstance(key, tuple):
         return [["tuple", len(key)], *(token for item in key for token in _token(item))]
     if isinstance(key, frozenset):
@@ -221,7 +221,7 @@ def test_keys_as_people_have_them_are_taken(tmp_path, family):
 
 
 def tied(depth, width=1):
-    """A tensor at each of ``depth`` levels, ``width`` times."""
+    """The tokens of a structure with a tensor ``width`` times at each of ``depth`` levels."""
     tokens = []
     for _ in range(depth):
         tokens += [["dict", width + 1]]
@@ -245,7 +245,7 @@ def test_a_tie_at_each_of_many_levels(children, forged, operation):
 
 
 def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
-    """Places beyond the limit follow the first: no tie is lost, and no name is wrong."""
+    """Tied places beyond the limit of names follow the first place: no tie is lost, and no name is wrong."""
     path, body = forged
     limits.lower(monkeypatch, "characters of names", 0)
     limits.lower(monkeypatch, "characters of names for each token", 1)
@@ -260,7 +260,7 @@ def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
 
 
 def test_deep_ties_are_filled_in_place(forged):
-    """A state as deep as its checkpoint, and one that lacks the deepest tensor."""
+    """A load fills a state as deep as its checkpoint, and refuses one that lacks the deepest tensor."""
     path, body = forged
     body["structure"] = tied(3000)
     manifest.forge(path, body)
@@ -328,7 +328,7 @@ def _unknown(body, tensor):
     body["unknown"] = tensor["unknown"] = [[]] * 1_000_000
 
 
-#: The other members; tests above have the structure.
+#: Members other than the structure, which tests above change.
 MEMBERS = {
     "options": (_options, "CorruptCheckpointError"),
     "tensors": (_tensors, "loaded"),
@@ -336,7 +336,7 @@ MEMBERS = {
 }
 
 
-#: Bytes that one of theirs may take: in the core's reader, and in that of Python, whose every empty list has 56.
+#: Bytes of memory for each of their bytes, in the core's reader, and in the portable one, whose empty lists take 56.
 OTHERS = 32 if os.environ.get("FASTCKPT_TEST_PORTABLE") else 12
 
 
@@ -351,7 +351,7 @@ def test_no_other_member_takes_much_more_than_the_file(children, forged, member)
     assert end["kind"] == kind, end
 
 
-#: What stands for one long text in a body, and what one is made of, so that it takes much more where it is quoted.
+#: The placeholder for one long text in a body, and a character that makes a text much longer when it is quoted.
 LONG, DELETE = "?" * 40, "\x7f"
 
 
@@ -367,7 +367,7 @@ def _shards(body, _):
     body["shards"] += [{**body["shards"][0], "file": f"{number}.safetensors"} for number in range(99_999)]
 
 
-#: What the body gets; what :data:`LONG` stands for in it; whether that is a manifest.
+#: The change of the body, the text for :data:`LONG` in it, and whether the result is a valid manifest.
 TWICE = {
     "smallest entries": (_entries(500_000), "", True),
     "dimensions": (_entries(200_000, shape=[0] * 64), "", True),
@@ -405,7 +405,7 @@ def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
     path, body = forged
     body["structure"] = [["size", *([[]] * 3_000_000)]]
     manifest.forge(path, body)
-    # A reader has the text once, and a few MiB as arrays. The lists would take 168 MB.
+    # A reader holds the text once, and a few MiB of arrays; the lists would take 168 MB.
     size = (path / manifest.NAME).stat().st_size
     end = ended(children, path, "load", bound=5 * size)
     assert end["kind"] == "CorruptCheckpointError", end
@@ -413,7 +413,7 @@ def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
 
 
 def test_verify_of_many_missing_shards(children, tmp_path):
-    """Twice the shards take twice the steps: 40,000 of them with 40,000 tensors do not take minutes."""
+    """The steps grow in proportion to the shards, so that 40,000 shards with 40,000 tensors do not take minutes."""
     path, many = tmp_path / "step", 40_000
     body = manifest.minimal(path, [("a", "U8", [4], b"data")])
     (shard,), (tensor,) = body["shards"], body["tensors"]
@@ -428,12 +428,12 @@ def test_verify_of_many_missing_shards(children, tmp_path):
 
 # --- text of a file on a terminal -------------------------------------------------------------------------------------
 
-#: Colours, a title, a line that returns, C1 codes, a reversed direction, a line feed, a lone surrogate.
+#: A colour, a title, a carriage return, a C1 code, a reversed direction, a line feed and other control characters.
 NASTY = "a\x1b[31mb\x1b]0;title\x07\rc\x9b2Jd\u202ee\u2066\n\x7f\u200ff"
 
 
 def forge_escaped(path, body):
-    """A manifest in ASCII: a lone surrogate has no UTF-8."""
+    """Write a manifest in ASCII, because a lone surrogate has no UTF-8 form."""
     manifest.forge(path, json.dumps(body).encode()[1:] + b"\n")
 
 
@@ -455,7 +455,7 @@ def nasty(tmp_path):
 
 @pytest.fixture
 def told(children):
-    """Run the command; returns its end and its output."""
+    """Run the command; return its exit status and its output."""
 
     def run(*arguments):
         done = programs.run(children, [Path(fastckpt.__file__).with_name("__main__.py"), *arguments])
@@ -492,7 +492,7 @@ def test_damage_and_errors_show_no_text_raw(nasty, told, tmp_path):
     with pytest.raises(fastckpt.CorruptCheckpointError) as raised:
         fastckpt.load(path)
     assert harmless(str(raised.value))
-    # A name in an error of the core.
+    # An error of the core contains the name.
     body["tensors"][0]["offset"] = 1 << 40
     forge_escaped(path, body)
     status, text = told("info", path)

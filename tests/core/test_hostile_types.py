@@ -1,7 +1,7 @@
 """Files that name known types in wrong places: none of their code runs, and nothing grows.
 
 Values of all types are saved, parts of their structure are replaced by others, and the manifest is forged behind a
-correct checksum. The drawing runs in a process of its own, which measures itself.
+correct checksum. The draws run in a separate process, which measures itself.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from harness import manifest, needs, zygote
 from harness.draws import one_in
 from harness.internals import ends_of
 
-#: The number of drawn files; a campaign sets more.
+#: The number of drawn files; a campaign sets a larger one.
 DRAWS = int(os.environ.get("FASTCKPT_DRAWS", 750 // one_in(3)))
-#: Bytes of memory that a process may take beyond what it has after a first load, and processor seconds of one load.
+#: Bytes by which a process's memory may grow after its first load, and the CPU seconds that one load may take.
 GROWTH, SECONDS = 192 << 20, 10.0
 
 HOOKS = (
@@ -50,7 +50,7 @@ ran: list[str] = []
 
 
 def hostile(base):
-    """A class that records every call of its instances, and fails."""
+    """A class whose methods record their calls, and fail."""
 
     def hook(name):
         def run(*_, **__):
@@ -147,7 +147,7 @@ def corpus():
 
 
 def hashed(tokens, ends):
-    """The positions in keys or in members of sets."""
+    """The positions of tokens within keys or members of sets."""
     found = set()
     for position, token in enumerate(tokens):
         tag = token[0] if isinstance(token, list) else None
@@ -163,14 +163,14 @@ def hashed(tokens, ends):
 
 
 def expanded(dice, tensors):
-    """Small tensors that claim gigabytes."""
+    """The tokens of a small tensor that claims gigabytes."""
     number = dice.randrange(tensors)
     kind = dice.choice(["tensor", "array"])
     return [["expanded", [1 << dice.choice([3, 31, 40])] * dice.choice([1, 2]), ""], [kind, number]]
 
 
 def drawn(dice, tokens, tensors):
-    """Tokens with some replaced values, and whether only keys can cause calls."""
+    """Tokens with some replaced values, and whether loads may call methods of keys."""
     tokens = list(tokens)
     of_keys = False
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
@@ -204,7 +204,7 @@ def peak():
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
 
 
-#: Ways to load a part of a state, or one with other keys.
+#: Options to load a part of a state, or a state with other keys.
 CHOICES = (
     {"keys": "*"},
     {"keys": "*a*"},
@@ -217,12 +217,12 @@ CHOICES = (
 
 
 def chosen(dice):
-    """One of them."""
+    """One of these choices, drawn."""
     return {name: value() if name == "into" else value for name, value in dice.choice(CHOICES).items()}
 
 
 def look(path, known, plain, dice):
-    """The reads of a file; returns their end."""
+    """Read a file in several ways; return the ends."""
     ends = []
     for how in (
         lambda: fastckpt.load(path, registry=known, **chosen(dice)),
@@ -238,7 +238,7 @@ def look(path, known, plain, dice):
         except (fastckpt.CheckpointError, ImportError) as error:  # noqa: PERF203 - each ends by itself
             ends.append(type(error).__name__)
         except (KeyError, ValueError) as error:
-            # The requested part is not there, or does not fit.
+            # The requested part is absent, or does not fit.
             if not str(error).strip("'\"").startswith("load: "):
                 raise
     return ends
@@ -257,7 +257,7 @@ COMMANDS = (
 
 
 def commanded(path, sound, out, dice):
-    """A command on a file; returns its end."""
+    """Run a drawn command on a file; return its end."""
     from harness.cli import main
 
     places = {"path": path, "run": path.parent, "sound": sound, "out": out}
@@ -272,7 +272,7 @@ def commanded(path, sound, out, dice):
 
 
 def restored(path, known):
-    """A manager on a file; returns its end."""
+    """Restore a file by a manager; return the end."""
     try:
         with fastckpt.Manager(path.parent) as manager:
             manager.restore(step=1, registry=known)
@@ -335,7 +335,7 @@ def test_nothing_of_a_file_runs_and_nothing_grows(seed):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=zygote.environment())
     assert done.returncode == 0, done.stderr[-4000:]
     ends = json.loads(done.stdout)
-    # Most are refused, and some changes do no harm.
+    # Most changes are refused, and some do no harm.
     assert ends["CorruptCheckpointError"] > DRAWS
     assert ends["read"] > DRAWS
     assert set(ends) <= {"read", "CorruptCheckpointError", "CheckpointError", "UnsupportedTypeError"}
@@ -390,7 +390,7 @@ def test_what_no_load_would_make_is_not_saved(tmp_path):
 
 
 def test_parts_of_tensors_are_stored_in_full(tmp_path):
-    """Like in graphs: the values of a matrix are one number, expanded."""
+    """The values of a matrix may be one expanded number, as in graphs."""
     torch = pytest.importorskip("torch")
     indices = torch.stack([torch.arange(50), torch.arange(50)])
     matrix = torch.sparse_coo_tensor(indices, torch.ones(1).expand(50), (50, 50))
@@ -405,7 +405,7 @@ def test_parts_of_tensors_are_stored_in_full(tmp_path):
 
 @pytest.mark.parametrize("kind", ["tuple", "fset"])
 def test_deep_keys_are_refused_before_they_are_hashed(tmp_path, kind):
-    """Unbounded recursion in C: a thread with a small stack would crash."""
+    """Hashing a deep key recurses in C, so a thread with a small stack would crash."""
     np_state = tmp_path / "c"
     fastckpt.save({"a": 1}, np_state)
     body = manifest.body_of(np_state)
@@ -499,10 +499,10 @@ def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, cap
 
 
 def test_an_error_asks_no_key_how_it_looks(tmp_path):
-    """No method of a newly made object may run."""
+    """An error must not call methods of newly made objects."""
 
     class Refused:
-        """Its decoder fails."""
+        """A class whose decoder fails."""
 
     def refuse(_):
         raise ValueError("no")

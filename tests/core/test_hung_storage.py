@@ -1,4 +1,4 @@
-"""Storage that never answers a call, and a kernel that never accepts one: the save ends, and the program goes on."""
+"""Storage that never answers a call, or a kernel that never accepts one: the save ends, and the program continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness import mounts, programs, strace, zygote
 
 pytestmark = pytest.mark.root
 
-#: The unanswered request, its name in the error, and the file that it names.
+#: The request that gets no answer, the name of the call in the error, and the name of its file.
 CALLS = [
     ("mkdir", "make", ".c.tmp-"),
     ("open", "open", "model.safetensors"),
@@ -45,10 +45,10 @@ def storage(mounted):
 
 
 def threads():
-    """fastckpt's threads in this process."""
+    """The names of fastckpt's threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             names.append((task / "comm").read_text(encoding="ascii").strip())
     return [name for name in names if name.startswith("fastckpt")]
 
@@ -68,9 +68,9 @@ def saved(path, deadline, engine="auto", *, background=False):
 
 
 def given_up(storage, directory, request, call, **how):
-    """The error of a save whose ``request`` is not answered, and its directory.
+    """Save while the storage does not answer ``request``; return the error and the directory.
 
-    On a busy machine a call that is answered may be late, too: then with more patience.
+    On a busy machine, another call may be late, too: then a save with a longer deadline follows.
     """
     point, hang = storage
     for number in itertools.count():
@@ -86,7 +86,7 @@ def given_up(storage, directory, request, call, **how):
 
 
 def ended():
-    """All threads have ended: the storage answers."""
+    """Wait until all threads have ended, now that the storage answers."""
     until(lambda: not threads())
 
 
@@ -100,7 +100,7 @@ def test_the_error_names_the_call_and_the_file(storage, request_, call, name):
     assert (error.errno, isinstance(error, TimeoutError)) == (errno.ETIMEDOUT, False)
     assert ("may be there" in str(error)) == (request_ == "rename")
     assert threads()
-    # Nothing waits for that storage any more, and other storage works.
+    # No later save waits for that storage, and other storage works.
     with pytest.raises(DeadlineError, match="has not begun"):
         saved(place / "d", 1000.0, background=True)
     _, hang = storage
@@ -116,7 +116,7 @@ def test_the_error_names_the_call_and_the_file(storage, request_, call, name):
 def test_engines_and_elsewhere(storage, engine, tmp_path):
     error, place = given_up(storage, engine, "write", "write", engine=engine, background=True)
     assert "nothing of it gets the checkpoint's name" in str(error)
-    # The snapshot that is still read is not used by the next save.
+    # The next save does not use the snapshot that the hanging save still reads.
     for number in range(2):
         pending = fastckpt.save_async({"model": {"w": STATE["model"]["w"] + number}}, tmp_path / f"{number}")
         pending.result()
@@ -136,12 +136,12 @@ def test_a_save_that_is_cancelled_while_storage_hangs_has_failed(storage, tmp_pa
         pending = fastckpt.save_async(STATE, place / "c", io=fastckpt.IO(deadline=0.2 * 4**number))
         until(lambda: any(place.glob(".c.tmp-*/model.safetensors")))  # noqa: B023 - called here
         time.sleep(0.05 * 4**number)
-        # It leaves something. On a busy machine it may be cancelled before it writes.
+        # The save has written something. On a busy machine, it may be cancelled before that.
         if not pending.cancel() or number == 4:
             break
     with pytest.raises(DeadlineError, match="cannot write"):
         pending.result()
-    # The next save has another snapshot.
+    # The next save uses another snapshot.
     fastckpt.save_async({"w": np.zeros(300_000)}, tmp_path / "d").result()
     hang()
     ended()
@@ -196,7 +196,7 @@ def test_the_call_comes_back_and_the_process_ends(storage, children, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     on, seen = done.stdout.splitlines()
     assert on == "training goes on"
-    # The output of the monitor.
+    # The warning that the monitor shows.
     assert re.match(rf"given up: hangs since [0-9:]{{8}}Z in [a-z ]+: (c$|{storage[0].name[:16]})", seen)
 
 

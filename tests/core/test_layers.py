@@ -1,6 +1,6 @@
-"""The layers of the core: which folder may name which others, without circles between modules.
+"""The layers of the core: each folder may name only lower ones, and modules form no cycles.
 
-Code is read as text: every path that begins with ``crate::``, ``super::`` or ``self::``, outside of tests.
+The test reads code as text, and finds every path that begins with ``crate::``, ``super::`` or ``self::`` outside tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[2] / "rust" / "fastckpt-core" / "src"
 
-#: From the lowest to the highest. A folder may name those of lower lines, and nothing else.
+#: The folders from the lowest to the highest layer. A folder may name only folders of lower lines.
 LAYERS = (
     ("sys", "error", "environment"),
     ("format",),
@@ -28,14 +28,14 @@ LAYERS = (
 )
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 
-#: Intended circles, each with its reason.
+#: Intended cycles between modules, with their reasons.
 EXCEPTIONS: dict[frozenset[str], str] = {}
 
 Graph = dict[str, set[str]]
 
 
 def modules(source: Path) -> dict[str, str]:
-    """The text of each module without comments, strings and tests, by its path, such as ``engine::io::uring``."""
+    """The text of each module without comments, strings and tests, by module path, such as ``engine::io::uring``."""
     texts = {}
     for file in sorted(source.rglob("*.rs")):
         parts = file.relative_to(source).with_suffix("").parts
@@ -48,7 +48,7 @@ TEST_FILE = r"#\[cfg\(test\)\]\s*(?:pub(?:\([^)]*\))? )?mod (\w+);"
 
 
 def bare(text: str) -> str:
-    """Only the code: without comments, strings, and everything under ``#[cfg(test)]`` that has a body."""
+    """The code without comments, strings, and items with a body under ``#[cfg(test)]``."""
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
     while found := re.search(r"#\[cfg\(test\)\][^;{]*\{", text):
@@ -61,14 +61,14 @@ def bare(text: str) -> str:
 
 
 def paths(text: str) -> Iterator[list[str]]:
-    """Every path that begins at the root or relative to its module, those of nested ``use`` lists one by one."""
+    """All paths that begin at the root or relative to the module, with nested ``use`` lists expanded."""
     for found in re.finditer(r"\b(?:crate|super|self)::", text):
         if not text[: found.start()].endswith("::"):
             yield from expand(text[found.start() :])[0]
 
 
 def expand(text: str) -> tuple[list[list[str]], int]:
-    """The paths that ``text`` begins with, and how far they reach."""
+    """The paths at the beginning of ``text``, and where they end."""
     head = re.match(r"\s*(\w+|\*)?", text)
     assert head is not None
     name, at = head[1], head.end()
@@ -95,7 +95,7 @@ def expand(text: str) -> tuple[list[list[str]], int]:
 
 
 def resolve(module: str, path: list[str], known: Iterable[str]) -> str:
-    """The module that ``path`` names, or names an item of, as seen from ``module``; empty for the root."""
+    """The module that ``path`` names in ``module``, or whose item it names; empty for the root."""
     at = module.split("::") if module else []
     if path[0] == "crate":
         at, path = [], path[1:]
@@ -119,7 +119,7 @@ def graph(source: Path) -> Graph:
 
 
 def upward(modules: Graph) -> list[str]:
-    """Names of folders that are not below the one that names them."""
+    """Names of folders that are not in a lower layer than the folder that names them."""
     wrong = []
     for name, targets in modules.items():
         folder = name.split("::")[0]

@@ -1,4 +1,4 @@
-"""Another user of the machine, who may read but not write a checkpoint, or who took a directory's name first."""
+"""Another user of the machine, who may read but not write a checkpoint, or who created a directory first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fastckpt
 from harness import mounts, needs
 
-#: Locks the files that it can open below a directory, prints their number, and holds the locks until its stdin ends.
+#: Locks the files below a directory, prints their names, and holds the locks until its standard input is closed.
 LOCKS = """
 import fcntl, os, sys
 os.setgroups([]), os.setresgid(*[65534] * 3), os.setresuid(*[65534] * 3)
@@ -51,7 +51,7 @@ def test_locks_of_a_reader_hold_nobody_up():
 @pytest.mark.root
 @pytest.mark.parametrize("trap", ["owner", "mode", "link"])
 def test_nothing_is_published_where_somebody_else_was_first(tmp_path, trap):
-    """Another user has the directory of the live counters; the process counts in private memory, and saves."""
+    """If the directory of live counters is unsafe, a process counts in private memory, and its save works."""
     needs.root()
     counters = tmp_path / "counters"
     (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -73,7 +73,7 @@ print(*os.listdir(sys.argv[2]))
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
     assert fastckpt.verify(tmp_path / "c").ok
-    # Without the trap it does publish there.
+    # In a safe directory, a process does publish its counters.
     environment["FASTCKPT_TOP_DIR"] = str(tmp_path / "elsewhere")
     run[-1] = tmp_path / "elsewhere"
     assert ".seg" in subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout

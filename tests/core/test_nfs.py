@@ -1,4 +1,4 @@
-"""The commit protocol between two clients of a real NFSv4.2 server (docs/format.md, 6): see :mod:`two_machines`."""
+"""The commit protocol between two clients of a real NFSv4.2 server (docs/format.md, 6): :mod:`harness.two_machines`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from harness import nfs
 
 GUEST = Path(nfs.__file__).with_name("nfs_guest.py")
-# One boot each. A name before a colon is the host name of both machines; otherwise only the host name differs.
+# Scenarios by boot. A name before a colon is the host name of both machines; otherwise only the host name differs.
 BOOTS = {
     "rivals": [
         "trainer:different_names",
@@ -37,7 +37,7 @@ BOOTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # the kernel is a process like any other: a busy machine takes ten times as long
+@pytest.mark.timeout(1000)  # the kernel is an ordinary process, which takes ten times as long on a busy machine
 @pytest.mark.parametrize("boot", BOOTS)
 def test_two_clients(boot):
     outcomes = nfs.boot(GUEST, "harness.two_machines", *BOOTS[boot], seconds=900)

@@ -1,4 +1,4 @@
-"""Saves under pressure: memory that changes, signals, no threads, priorities, forks, states that are too large."""
+"""Saves under pressure: changing memory, signals, lack of threads, priorities, forks, and states that are too large."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_memory_that_changes_while_it_is_written_leaves_a_sound_checkpoint(child
     path = tmp_path / "step"
     child = children.start("save_changing", path=str(path), io=engine)
     child.next()
-    # Without threads one thread does everything: its callback between sum and write changes the memory.
+    # Without worker threads, one thread does everything; its callback between sum and write changes the memory.
     with refuse_threads(child, tmp_path / "log", "1+"):
         child.go()
         end = child.outcome()
@@ -42,7 +42,7 @@ def test_memory_that_changes_while_it_is_written_leaves_a_sound_checkpoint(child
 
 
 def test_an_allocation_that_signals_always_interrupt_is_given_up(children, tmp_path):
-    """tmpfs before Linux 6.11 undoes the whole range at any signal, and a profiler's come every 10 ms."""
+    """Before Linux 6.11, tmpfs undoes a whole allocation at any signal, and a profiler sends one every 10 ms."""
     child = children.start("save_held", path=str(tmp_path / "step"), index=3, nbytes=4 << 20)
     child.next()
     inject = strace.injection("fallocate", "error=EINTR", "1+")
@@ -58,7 +58,7 @@ def test_an_allocation_that_signals_always_interrupt_is_given_up(children, tmp_p
 
 
 def test_ctrl_c_ends_an_allocation(children, tmp_path):
-    """A signal with each call, like a held Ctrl-C: the save ends, and leaves nothing."""
+    """A save ends and leaves nothing if a signal comes with each call, as from a held Ctrl-C."""
     child = children.start("save_held", path=str(tmp_path / "parent" / "step"), index=3, nbytes=64 << 20)
     (tmp_path / "parent").mkdir()
     child.next()
@@ -130,9 +130,9 @@ def test_without_a_worker_thread_the_niceness_goes_and_not_the_save(children, tm
 
 @pytest.mark.root
 def test_the_limit_of_processes_of_a_user(children):
-    """The real thing: ``ulimit -u``, which does not count for root."""
+    """The test sets a real ``ulimit -u``, which does not apply to root."""
     needs.root()
-    user = 100_000 + os.getpid() % 1_000_000  # nobody else's
+    user = 100_000 + os.getpid() % 1_000_000  # a user id that no other process has
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
         child = children.start("crowded", directory=directory, nbytes=24 << 20, user=user)
@@ -147,7 +147,7 @@ def test_the_limit_of_processes_of_a_user(children):
 
 
 class Saver(logging.Handler):
-    """The niceness of the saving thread, which also logs and runs callbacks."""
+    """A log handler that records the niceness of the saving thread, which logs and runs callbacks."""
 
     def __init__(self):
         super().__init__(logging.INFO)
@@ -162,7 +162,7 @@ class Saver(logging.Handler):
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20, 9 << 20])
 @pytest.mark.parametrize("save_async", [fastckpt.save_async, distributed.save_async], ids=["alone", "ranks"])
 def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, save_async, size, io):
-    """It has written nothing, for any size."""
+    """The thread that runs Python writes nothing itself, for any size."""
     caplog.set_level(logging.INFO, "fastckpt")
     saver = Saver()
     logging.getLogger("fastckpt").addHandler(saver)
@@ -188,7 +188,7 @@ def test_a_child_forked_during_a_save_keeps_none_of_its_descriptors(children, tm
 
     assert any(name.endswith(".safetensors") for name in of_the_save(found["ours"]))
     assert of_the_save(found["theirs"]) == []
-    # All other descriptors are there, and the save ended.
+    # All other descriptors are open in the child, and the save has ended.
     assert len(found["theirs"]) >= len(found["ours"])
     assert found["ok"]
 

@@ -1,4 +1,4 @@
-"""Saves and loads of many ranks, in one process: threads stand for ranks, and queues for the network between them."""
+"""Saves and loads of many ranks in one process: ranks are threads, and queues are the network between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE, RESIDUE = 4096, 64
 
 
 def congruent(array: np.ndarray) -> np.ndarray:
-    """A copy that is congruent with the data of a shard, in huge pages if the machine has them."""
+    """A copy of the array that is congruent with the data of a shard, in huge pages if the machine has them."""
     memory = np.empty(array.nbytes + 2 * PAGE, np.uint8)
     begin = (RESIDUE - memory.ctypes.data) % PAGE
     copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -40,7 +40,7 @@ def congruent(array: np.ndarray) -> np.ndarray:
 
 
 class SaveJob:
-    """A job of some ranks that saves one state."""
+    """A job whose ranks save one state."""
 
     def __init__(self, layout: str, path: Path, *, fill: bool = False, **options: Any) -> None:
         self.ranks, self.spread = LAYOUTS[layout]
@@ -116,7 +116,7 @@ class SaveJob:
         self.pieces[rank] = self.saves[rank].pieces()
 
     def each(self, step: Callable[[int], None]) -> None:
-        """Run a step on all ranks at the same time."""
+        """Run a step on all ranks concurrently."""
         with ThreadPoolExecutor(self.ranks) as pool:
             for one in [pool.submit(step, rank) for rank in range(self.ranks)]:
                 one.result(LONG)
@@ -138,7 +138,7 @@ class SaveJob:
                 save.close(committed=committed)
 
     def written(self) -> SaveJob:
-        """Let all ranks write."""
+        """Make all ranks write."""
         for rank in range(self.ranks):
             self.prepare(rank)
         for step in (self.join, self.write):
@@ -161,7 +161,7 @@ def sums(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 64 KiB: a state of a few MB has many."""
+    """Set blocks of 64 KiB, so that a state of a few MB has many blocks."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(1 << 16))
 
 
@@ -179,7 +179,7 @@ def test_the_files_are_those_of_one_process(tmp_path, layout):
         assert manifests[0][entry] == manifests[1][entry]
     assert not fastckpt.verify(tmp_path / "many").damage
     assert report["bytes"] == one.bytes == sum(report["bytes"] for report in job.reports)
-    # Sent bytes are received, and written bytes were allocated once.
+    # Ranks receive all bytes that are sent, and write all bytes that are allocated.
     assert sum(report["sent"] for report in job.reports) == sum(report["received"] for report in job.reports)
     loaded = fastckpt.load(tmp_path / "many")
     assert all(np.array_equal(loaded[name], array) for name, array in job.state.items())
@@ -222,7 +222,7 @@ def test_an_exception_of_the_caller_ends_the_save_and_is_raised(tmp_path):
     mail = job.saves[1].mail
     for step in (lambda: job.saves[1].write(None), lambda: mail.pack(0)):
         with ThreadPoolExecutor(1) as pool:
-            # Rank 0 sends its bytes; without these rank 1 would wait.
+            # Rank 0 sends its bytes, without which rank 1 would wait.
             pool.submit(job.send, 0)
             with pytest.raises((LookupError, RuntimeError), match="rank 1 cannot copy"):
                 step()
@@ -412,7 +412,7 @@ BLOCK = 1 << 16
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint in blocks of 64 KiB, so that a state of a few MB has many, and its arrays."""
+    """A checkpoint in blocks of 64 KiB, of which a state of a few MB has many, and its arrays."""
     path, state = tmp_path_factory.mktemp("ranks") / "c", arrays()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTCKPT_BLOCK_SIZE", str(BLOCK))
@@ -421,14 +421,14 @@ def saved(tmp_path_factory):
 
 
 class LoadJob:
-    """A job of some ranks that loads a checkpoint.
+    """A job whose ranks load a checkpoint.
 
     Args:
         path: the checkpoint.
         state: its arrays.
         layout: the number of ranks, and the spread of a tensor of a shape over them.
-        memory: makes the memory of a part of a shape and dtype.
-        drain: whether parts go through a callback.
+        memory: a function of a shape and dtype that makes the memory of a part.
+        drain: whether a callback gets the parts.
     """
 
     def __init__(
@@ -487,12 +487,12 @@ class LoadJob:
             self.loads.append(load)
 
     def run(self, tick: Callable[[int, int], None] | None = None) -> list[Any]:
-        """The report of each rank, or its error."""
+        """Load on all ranks; return each rank's report or error."""
         outcomes: list[Any] = [None] * self.ranks
         lock = threading.Lock()
 
         def ended(error: BaseException) -> None:
-            # Like in the protocol, the failure of one rank ends the exchange of all.
+            # As in the protocol, the failure of one rank ends the exchange on all ranks.
             with lock:
                 for load in self.loads:
                     load.mail.stop(f"another rank failed: {error}")
@@ -530,7 +530,7 @@ class LoadJob:
 
 
 def transposed(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Memory in which the first dimension changes fastest, with gaps, and the last one goes backwards."""
+    """Memory in which the first dimension changes fastest, with gaps, and the last dimension runs backwards."""
     if not shape:
         return np.zeros(shape, dtype)
     sizes = [2 * size for size in reversed(shape)]
@@ -556,12 +556,12 @@ def test_every_rank_gets_its_parts_and_each_byte_is_read_once(saved, layout, kin
         assert report["bytes"] == sum(expected.nbytes for expected, _ in parts)
         assert report["tensors"] <= len(state)
     if kind != "unverified":
-        # Unwanted bytes are not read, and wanted bytes are read once.
+        # Ranks read each requested byte once, and no other bytes.
         assert sum(report["storage"] for report in reports) == total
 
 
 def test_it_finds_the_damage_that_another_rank_wants(tmp_path, saved):
-    """Two ranks want half of a block each: its reader raises, all others stop."""
+    """Two ranks each need half of a block: the rank that reads it raises, and all others stop."""
     path = tmp_path / "c"
     shutil.copytree(saved[0], path)
     name, array = "long", saved[1]["long"]
@@ -570,7 +570,7 @@ def test_it_finds_the_damage_that_another_rank_wants(tmp_path, saved):
     stored = reader.tensors()[numbers[name]]
     file = path / reader.shards()[stored.shard].file
     sound = file.read_bytes()
-    split = 257 * array[0].nbytes  # where the rows of rank 0 end
+    split = 257 * array[0].nbytes  # the end of rank 0's rows
     readers = set()
     for at in (split - 1, split):
         content = bytearray(sound)
@@ -584,10 +584,10 @@ def test_it_finds_the_damage_that_another_rank_wants(tmp_path, saved):
         assert f"tensor `{name}`" in str(outcomes[failed[0]])
         other = outcomes[1 - failed[0]]
         assert isinstance(other, dict) or "another rank failed: corrupt" in str(other)
-    # It is one block, which one rank reads.
+    # Both bytes are in one block, which one rank reads.
     assert (stored.offset + split - 1) // BLOCK == (stored.offset + split) // BLOCK
     assert len(readers) == 1
-    # Without verification the damage is not noticed.
+    # Without verification, a load does not detect the damage.
     job = LoadJob(path, saved[1], (2, lambda _: mesh([2], ROWS)), names=[name], verify=False)
     assert all(isinstance(outcome, dict) for outcome in job.run())
 
@@ -611,7 +611,7 @@ def test_one_rank_alone_does_what_a_plain_read_does(saved):
 
 
 def test_an_interrupt_ends_a_read_that_waits_for_others(saved):
-    """No rank sends anything."""
+    """Rank 1 waits, because no rank sends anything."""
     path, state = saved
     job = LoadJob(path, state, LAYOUTS["columns of 4"])
     seen = []
@@ -690,7 +690,7 @@ def test_a_manifest_is_read_by_one_and_known_to_others(saved, tmp_path):
         reader = kind(os.fspath(path), manifest=manifest)
         assert len(reader.tensors()) == len(saved[1])
         assert reader.manifest() == manifest
-        # Only its beginning is read again, which has the checksum of the rest.
+        # Readers check only the beginning again, which has the checksum of the rest.
         (path / "fastckpt.json").write_bytes(manifest[:64])
         assert kind(os.fspath(path), manifest=manifest).info() == reader.info()
         (path / "fastckpt.json").write_bytes(manifest)
@@ -715,7 +715,7 @@ def test_a_reader_whose_checkpoint_was_replaced_has_no_manifest_to_give(tmp_path
 
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_spreads(saved, seed):
-    """Each tensor has another spread, some have two at once, and some are wanted by no rank."""
+    """Tensors have different spreads, some are divided along two dimensions, and no rank requests some of them."""
     path, state = saved
     dice = random.Random(seed)
     ranks = dice.choice([2, 3, 4])
@@ -744,7 +744,7 @@ def test_drawn_spreads(saved, seed):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Tensors of several blocks of 4 MiB, which ranks cut at other places, and some small ones."""
+    """Tensors of several blocks of 4 MiB, which ranks divide elsewhere, and some small tensors."""
     path, random_bytes = tmp_path_factory.mktemp("apart") / "c", np.random.default_rng(0)
     shapes = {"a": (3001, 1000), "b": (1500, 1003), "c": (7, 11), "d": (2, 100_000)}
     state = {name: random_bytes.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -763,7 +763,7 @@ def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layo
     job.check()
     total = sum(array.nbytes for array in state.values())
     assert sum(outcome["storage"] for outcome in outcomes) == total
-    # Short pieces still travel: the rows of the small tensors.
+    # Ranks still exchange short pieces, which are the rows of the small tensors.
     assert sum(outcome["peers"] for outcome in outcomes) <= state["c"].nbytes + state["d"].nbytes
     whole = LoadJob(path, state, layout)
     assert sum(outcome["peers"] for outcome in whole.run()) > 2_000_000
@@ -774,20 +774,20 @@ def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layo
         job.share.compare(job.reader, job.share.merge(pieces[1:]))
 
 
-#: Shapes without bytes, and shapes of few rows: ranks have some of them whole, in part or not at all.
+#: Shapes without bytes, and shapes of few rows, of which a rank may have all, some or none.
 EMPTY = [(0,), (0, 4), (4, 0), (0, 0), (2, 0, 3), (0, 1 << 20)]
 
 
 UNEVEN = [(1, 7), (2, 5), (3, 1), (4, 3), (5, 2), (7, 1), (1, 300_001)]
 
 
-#: Tensors whose blocks ranks share.
+#: Shapes of tensors whose blocks ranks share.
 SHARED = [(3, 200_003), (5, 90_001), (8, 100_003), (235_611, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
-    """Of as many ranks as a tensor has rows, and of fewer and more; what begins where an empty tensor lies is found."""
+    """Tensors load rightly with fewer rows than ranks, as many, or more, even at the offset of empty tensors."""
     dice = random.Random(seed)
     drawn = dice.sample(EMPTY, dice.randint(1, len(EMPTY))) + dice.sample(UNEVEN, dice.randint(1, len(UNEVEN)))
     drawn.append(dice.choice(SHARED))
@@ -808,7 +808,7 @@ def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
 
 
 def numbered(shape, number):
-    """An array of int16 that is unique for its number."""
+    """An array of int16 that differs for each number."""
     return (np.arange(np.prod(shape)) * 7 + number).astype(np.int16).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""The writer and the reader in one process: what torch's own scenarios ask of a storage."""
+"""The writer and the reader in one process, in torch's own scenarios for a storage."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_tensor_of_other_sizes_is_refused(tmp_path):
 
 
 class Training:
-    """Stateful, as training loops have it."""
+    """A Stateful like those in training loops."""
 
     def __init__(self):
         self.model, self.optimizer = fresh()
@@ -228,14 +228,14 @@ def test_a_planner_need_not_flatten(tmp_path, flat):
 
 
 class Renaming(DefaultSavePlanner):
-    """Puts a prefix before all keys."""
+    """A planner that adds a prefix to all keys."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         super().set_up_planner({f"new_{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator)
 
 
 class Casting(DefaultSavePlanner):
-    """Saves floating-point tensors in another dtype."""
+    """A planner that saves floating-point tensors in another dtype."""
 
     def transform_object(self, write_item, object):  # noqa: A002 - torch's interface
         made = super().transform_object(write_item, object)
@@ -253,7 +253,7 @@ def test_planners_of_ones_own_are_obeyed(tmp_path):
 
 
 class Blunt(DefaultSavePlanner):
-    """Serializes values in its own way."""
+    """A planner that serializes values in its own way."""
 
     def transform_object(self, write_item, object):  # noqa: A002, ARG002 - torch's interface
         return object if isinstance(object, torch.Tensor) else io.BytesIO(b"my own")
@@ -266,7 +266,7 @@ def test_bytes_that_torch_did_not_make_are_refused(tmp_path):
 
 
 class Unsaved:
-    """Of a class that the writer does not know."""
+    """A value of a class that the writer does not support."""
 
 
 class Evil:
@@ -346,7 +346,7 @@ def test_numbers_of_parameters_stay_numbers(tmp_path):
     loaded = fastckpt.load(tmp_path / "c")
     assert list(loaded["o"]) == ["state", "param_groups"]
     assert loaded["o"]["state"] == {}
-    # Keys that look like numbers stay strings elsewhere.
+    # Outside optimizers, keys that look like numbers stay strings.
     dcp.save({"state": {"0": {"x": 1}}}, storage_writer=Writer(tmp_path / "c"))
     assert fastckpt.load(tmp_path / "c") == {"state": {"0": {"x": 1}}}
 
@@ -370,7 +370,7 @@ def test_a_state_may_change_once_it_is_staged(tmp_path):
 
 
 class Held(DefaultSavePlanner):
-    """Holds its save until the next one is requested."""
+    """A planner that holds its save until the next save is requested."""
 
     def __init__(self, go):
         super().__init__()
@@ -548,7 +548,7 @@ def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):
 
 
 def some(dtype, shape, first):
-    """Values of a dtype, which depend on ``first``."""
+    """A tensor of a dtype, with values that depend on ``first``."""
     count = int(torch.tensor(shape).prod())
     return (torch.arange(count) % 2 + first).to(torch.int8).reshape(shape).to(dtype)
 

@@ -1,4 +1,4 @@
-"""What the reader fills: every layout and dtype holds what was saved, or an error names the tensor."""
+"""The reader fills tensors of every layout and dtype with the saved values, or raises an error with their names."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ DENSE = [
 
 
 def values(first, dtype=torch.float32):
-    """A tensor of zeros and other values, in the same places; the values depend on ``first``."""
+    """A tensor with zeros in fixed places; the other values depend on ``first``."""
     numbers = torch.arange(SHAPE[0] * SHAPE[1])
     made = (numbers % 2) * (numbers % 3 + first)
     return (made % 2 + (first > 1) if dtype is torch.bool else made).to(dtype).reshape(SHAPE)
 
 
 def placed(value, how):
-    """A tensor like ``value`` with its elements elsewhere in memory, or in another form."""
+    """A tensor like ``value``, with another placement of elements in memory, or of another form."""
     rows, columns = SHAPE
     if how == "contiguous":
         return value.clone()
@@ -79,7 +79,7 @@ def same_bytes(one, other):
 
 
 def loaded(path, template):
-    """Load ``a``, and a tensor beside it; the template is filled, not replaced."""
+    """Load ``a`` and another tensor, and check that the load fills the template, and does not replace it."""
     state = {"a": template, "beside": torch.zeros(3)}
     dcp.load(state, storage_reader=Reader(path))
     assert state["a"] is template
@@ -88,7 +88,7 @@ def loaded(path, template):
 
 
 def refused(path, template, why):
-    """Load ``a`` into a tensor that does not fit: the error names it, and nothing else."""
+    """Load ``a`` into a tensor that does not fit, and check that the error names ``a`` and no other tensor."""
     with pytest.raises(dcp.api.CheckpointException, match=why) as raised:
         dcp.load({"a": template, "beside": torch.zeros(3)}, storage_reader=Reader(path))
     (cause,) = raised.value.failures.values()
@@ -146,7 +146,7 @@ FORMS = {
     **SPARSE,
     **QUANTIZED,
 }
-#: Forms of which any tensor can be filled with another one, if only elements that are stored once are written.
+#: Forms in which any tensor can be filled from any other, unless its elements share memory.
 PLAIN = {"dense", "repeated"}
 
 
@@ -210,7 +210,7 @@ def test_a_tensor_whose_elements_share_memory_is_refused_by_name(tmp_path, saved
 
 
 def load_on_ranks(path):
-    """Load on all ranks, where the last has a tensor that cannot be filled; the error, and the tensor beside it."""
+    """Load on all ranks, though the last has a tensor that cannot be filled; return the error and the other tensor."""
     last = dist.get_rank() == dist.get_world_size() - 1
     state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
     try:
@@ -250,7 +250,7 @@ class Plain(torch.Tensor):
 
 
 def flat_beside_views(memory, flat="a"):
-    # torch fills by the order of the keys.
+    # torch fills tensors in the order of the keys.
     return {flat: memory, "b": memory[:12].view(3, 4), "c": memory[12:]}
 
 
@@ -267,7 +267,7 @@ def in_inference(memory):
         return {"a": weight, "b": weight.t()}
 
 
-#: States in which tensors share memory, over 24 numbers.
+#: States in which tensors share the memory of 24 numbers.
 SHARING = {
     "a flat buffer beside views": flat_beside_views,
     "views beside a flat buffer": lambda memory: flat_beside_views(memory, "d"),
@@ -291,7 +291,7 @@ SHARING = {
 
 
 def entries(state):
-    """Copies of all tensors, by their keys."""
+    """Copies of all tensors of a state, by their keys."""
     return {
         key: value.detach().clone().as_subclass(torch.Tensor) for key, value in flatten_state_dict(state)[0].items()
     }
@@ -302,7 +302,7 @@ def entries(state):
 def test_tensors_that_share_memory_are_filled_if_they_agree_in_the_checkpoint(tmp_path, form, saved):
     numbers = torch.arange(24.0) * 3 + 1
     wanted = entries(SHARING[form](numbers.clone()))
-    # The expanded tensor remains expanded.
+    # The expanded tensor is always saved as an expanded tensor.
     source = wanted if saved == "apart" and form != "expanded" else SHARING[form](numbers)
     if form.endswith("a subclass"):
         source = wanted
@@ -314,7 +314,7 @@ def test_tensors_that_share_memory_are_filled_if_they_agree_in_the_checkpoint(tm
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-#: What fills one tensor from two keys: of one kind and sizes, and equal or not.
+#: Pairs of values that fill one tensor from two keys: of one kind and sizes, and equal or not.
 TIED = {
     "expanded": lambda dense: dense[:1].expand(SHAPE),
     "dtypes": lambda dense: dense.bfloat16(),
@@ -361,7 +361,7 @@ def test_tensors_that_share_memory_are_refused_if_they_differ_in_the_checkpoint(
 
 
 def load_shared_on_ranks(path):
-    """Load on all ranks, where the last has both in one memory; the error, and its values afterwards."""
+    """Load on all ranks, the last of which has both tensors in one memory; return the error and the values."""
     last = dist.get_rank() == dist.get_world_size() - 1
     weight = torch.zeros(SHAPE)
     state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
@@ -420,7 +420,7 @@ def test_a_refusal_of_a_tensor_of_several_changes_nothing(tmp_path, saved):
 
 
 class Larger(DefaultLoadPlanner):
-    """Gives a tensor of more rows than are requested, under another key."""
+    """A planner that gives a tensor with more rows than are requested, under another key."""
 
     def create_local_plan(self):
         plan = super().create_local_plan()
@@ -439,7 +439,7 @@ def test_a_tensor_of_other_sizes_is_refused_by_its_key_in_the_state(tmp_path, sa
 
 
 class OutOfMemory(torch.Tensor):
-    """Has no memory for a copy."""
+    """A tensor whose copy raises an error for lack of memory."""
 
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 

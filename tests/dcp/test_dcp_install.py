@@ -1,4 +1,4 @@
-"""Programs that name torch's writer and reader themselves get fastckpt's, as long as it is installed."""
+"""With fastckpt installed, programs that name torch's writer and reader get fastckpt's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_save_without_a_writer_is_ours_and_what_torch_wrote_is_read_by_torch(t
         for name in ("torchs", "ours"):
             assert load(tmp_path / name) == (5, [1.0] * 3)
             assert load(tmp_path / name, FileSystemReader(tmp_path / name)) == (5, [1.0] * 3)
-        # One reader for several, as it is told.
+        # A reader may read several checkpoints, one after another.
         reader = FileSystemReader(tmp_path / "none")
         for name in ("ours", "torchs", "ours"):
             assert load(tmp_path / name, reader) == (5, [1.0] * 3)
@@ -62,7 +62,7 @@ def test_names_that_were_imported_before_are_ours_too(tmp_path):
 
 
 class Deferred(dcp.staging.AsyncStager if hasattr(dcp.staging, "StagingOptions") else object):
-    """A stager that hands over the state when the test lets it."""
+    """A stager that delivers the state when the test permits it."""
 
     _synchronize_after_execute = False
 
@@ -114,7 +114,7 @@ def save_in_half(path):
 
 
 def test_a_part_of_the_ranks_saves_asynchronously(forge, tmp_path):
-    """The options of the installation have no group, and the save has one."""
+    """A save may have a process group, though the installation's options have none."""
     needs.of_torch(needs.torch_at_least(2, 7), "dcp.save in a group without rank 0")
     with forge.group(3) as group:
         group.run(save_in_half, tmp_path / "c")
@@ -132,7 +132,7 @@ def test_a_torch_that_saves_in_another_way_is_an_error(monkeypatch):
 
 
 class Derived(FileSystemWriter):
-    """A user's subclass of the writer."""
+    """A user's subclass of torch's writer."""
 
     def __init__(self, path, more):
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""accelerate and Lightning name torch's writer and reader themselves: with fastckpt installed they use ours."""
+"""accelerate and Lightning name torch's writer and reader; with fastckpt installed, they use fastckpt's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastckpt.distributed import Ranks
 from harness import parallel
 
 pytestmark = [
-    pytest.mark.slow,  # to import them
+    pytest.mark.slow,  # imports take long
     *(
         pytest.mark.skipif(find_spec(name) is None, reason=f"NOT TESTED HERE: needs {name}")
         for name in ("accelerate", "lightning")
@@ -36,7 +36,7 @@ def _local(value):
 def with_accelerate(folder, *, ours):
     from accelerate.utils import fsdp_utils
 
-    fsdp_utils.logger = logging.getLogger("accelerate")  # its own wants a launcher
+    fsdp_utils.logger = logging.getLogger("accelerate")  # accelerate's own logger needs a launcher
     plugin = SimpleNamespace(fsdp_version=2, state_dict_type=StateDictType.SHARDED_STATE_DICT, state_dict_config=None)
     accelerator = SimpleNamespace(process_index=parallel.dist.get_rank(), num_processes=2)
     accelerator.wait_for_everyone = parallel.dist.barrier
@@ -61,7 +61,7 @@ def test_accelerate_saves_and_loads(libraries, tmp_path, ours):
     with libraries.group(2) as group:
         assert group.run(with_accelerate, tmp_path, ours=ours) == [([], {2})] * 2
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        assert (tmp_path / name / ".metadata").exists()  # what others look for
+        assert (tmp_path / name / ".metadata").exists()  # other tools look for this file
         assert (tmp_path / name / "fastckpt.json").exists() is ours
 
 

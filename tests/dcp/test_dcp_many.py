@@ -1,6 +1,6 @@
-"""Many simulated ranks agree on a save with dcp: what the first one does for each other is bounded.
+"""Many simulated ranks agree on a save with dcp: rank 0's work for each other rank is bounded.
 
-Bytes and calls are counted, not seconds: ``python -m bench.ranks_dcp`` measures those.
+The tests count bytes and calls; ``python -m bench.ranks_dcp`` measures seconds.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from bench import ranks_dcp
 from harness import limits
 
 TENSORS = 40
-#: Bytes of all values, as a rank sends them.
+#: Bytes of all values in the form in which a rank sends them.
 VALUES = ranks_dcp.VALUES * len("[\"values.00\", 0, [\"[['list',2],0,'value']\", []]]")
-#: Bytes of a value with a tensor of each stage: a digest of its bytes, and one of its tensors.
+#: Bytes that a rank sends for the stages' values with a tensor: a digest of each value, and one of its tensors.
 STAGES = ranks_dcp.STAGES * (
     len('["stages.0", 0, ["[[tuple,2],0,[tensor,0]]", [["1", "float32", [2], null]], "", ""]]') + 128
 )
-#: Bytes of a word around what ranks say, and of digests, numbers of ranks, and what else does not grow.
+#: Bytes around what ranks send: digests, numbers of ranks, and other things that do not grow.
 SLACK = 600
 
 
 def agree(*sizes, boxes=False):
-    """What the ranks of groups of these sizes did."""
+    """What rank 0 and the others sent and received, for groups of these sizes."""
     return [ranks_dcp.agree(size, TENSORS, boxes=boxes) for size in sizes]
 
 
@@ -35,7 +35,7 @@ def test_the_answers_to_meshes_do_not_grow_with_ranks():
 def test_what_comes_up_to_the_first_rank_does_not_grow_with_tensors_and_ranks():
     few, many = agree(8, 64)
     for received in (few[0].received, many[0].received):
-        # Each value comes up once from each that is heard, and of tensors nothing but a digest.
+        # Each rank that sends to this one sends each value once, and only a digest of tensors.
         assert sum(received.values()) < (limits.of("ranks below a rank") + 1) * (VALUES + STAGES + SLACK)
     assert all(
         sum(each.received.values()) < (limits.of("ranks below a rank") + 1) * (VALUES + STAGES + SLACK)
@@ -49,6 +49,6 @@ def test_equal_cuts_of_boxes_are_one_and_signs_of_life_are_given():
     assert many[0].alive >= TENSORS
     names = TENSORS * len('["model.layers.000000.weight",0],')
     for traffic, size in ((few[0], 8), (many[0], 64)):
-        # Which rank has which box, once for all tensors.
+        # The answer says only once, for all tensors, which rank has which box.
         assert traffic.answers["boxes"] < names + size * len("[[[100, 101], [0, 64]], [[100, 101]]],") + SLACK
         assert traffic.answers["arrive"] < SLACK

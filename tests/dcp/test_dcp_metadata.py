@@ -51,7 +51,7 @@ def saved(tmp_path):
 
 
 def about(metadata):
-    """What a tool asks of an entry; strides are what torch fills in since 2.10, from the tensors in memory."""
+    """What tools use of an entry; since 2.10, torch adds strides, from the tensors in memory."""
     if isinstance(metadata, dcp.metadata.BytesStorageMetadata):
         return "bytes"
     properties = metadata.properties
@@ -69,7 +69,7 @@ def test_it_says_what_torchs_own_would(saved, tmp_path):
 
 
 def test_it_has_torchs_own_classes_alone(saved):
-    """A machine without fastckpt reads it."""
+    """A machine without fastckpt can read ``.metadata``."""
     found = {
         argument.partition(" ")[0] if operation.name == "GLOBAL" else argument
         for operation, argument, _ in pickletools.genops((saved / ".metadata").read_bytes())
@@ -80,7 +80,7 @@ def test_it_has_torchs_own_classes_alone(saved):
 
 
 @pytest.mark.parametrize("partial", [True, False])
-# An empty tensor has no value that could be wrong, and torch asks for none.
+# An empty tensor has no value that could be wrong, and torch requests none.
 @pytest.mark.parametrize("key", [*(key for key in some_state() if key != "empty"), None])
 def test_torchs_own_reader_gives_an_error_that_names_ours_and_no_value(saved, partial, key):
     state = some_state(9.0) if key is None else {key: some_state(9.0)[key]}
@@ -135,18 +135,18 @@ def test_it_lives_and_goes_with_its_checkpoint(saved, tmp_path):
     assert listed.bytes == sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
     fastckpt.copy(saved, tmp_path / "copy")
     assert (tmp_path / "copy" / ".metadata").read_bytes() == (saved / ".metadata").read_bytes()
-    # What replaces the checkpoint says what it is itself: an older table would lead tools to keys that are gone.
+    # A save over the checkpoint replaces its table: an old table would lead tools to keys that no longer exist.
     dcp.save({"other": torch.ones(1)}, storage_writer=Writer(saved))
     assert list(FileSystemReader(saved).read_metadata().state_dict_metadata) == ["other"]
     fastckpt.save({"other": torch.ones(1)}, saved)
     assert not (saved / ".metadata").exists()
-    # Without force=True.
+    # A removal needs no force=True.
     fastckpt.remove(tmp_path / "copy")
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_run_lets_it_go_with_its_checkpoint(tmp_path):
-    """By retention and by the command, also where ``files=`` is noted. Mutant: a second list of fastckpt's files."""
+    """Retention and ``prune`` remove ``.metadata``, even beside ``files=``. Mutant: a second list of our files."""
     for name in ("step-1", "step-2"):
         about = {"lineage": {"order": int(name[-1]), "forks": [], "files": ["config.json"]}}
         writer = Writer(tmp_path / name, files={"config.json": "{}"}, metadata=about)
@@ -171,7 +171,7 @@ def test_nothing_is_saved_beside_what_torch_wrote(tmp_path, save):
     dcp.save(some_state(), checkpoint_id=tmp_path / "c")
     with pytest.raises((FileExistsError, dcp.api.CheckpointException), match=r"which torch\.distributed\.checkpoint"):
         save(some_state(), tmp_path / "c")
-    # A directory that has both, as torch's writer leaves it when it is told to save over ours.
+    # A directory with both checkpoints, as torch's writer leaves it when it saves over fastckpt's.
     save(some_state(), tmp_path / "d")
     dcp.save(some_state(), checkpoint_id=tmp_path / "d")
     with pytest.raises((FileExistsError, dcp.api.CheckpointException), match=r"which torch\.distributed\.checkpoint"):

@@ -1,4 +1,4 @@
-"""dcp.save and dcp.load on real groups: the files are those of one process, and any group loads what another saved."""
+"""dcp.save and dcp.load on real groups: the files equal those of one process, and any group can load them."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ IDS = [f"{topology}{size}" for topology, size in TOPOLOGIES]
 
 
 def shards(path):
-    """The SHA-256 of each file of tensors, and their names in the order of the state."""
+    """The SHA-256 of each shard, and the tensor names in the order of the state."""
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.rglob("*.safetensors*")}
     return found, list(fastckpt.open(path))
 
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_of_one_process(lasting, tmp_path, reference, topolo
 
 
 def load(topology, path, io="auto"):
-    """Load into a model and an optimizer of other values; what differs from the trained ones."""
+    """Load into a model and an optimizer of other values; return what differs from the trained state."""
     model, optimizer = parallel.build(topology, trained=False)
     state = parallel.state_of(model, optimizer)
     state["step"], state["lr"] = -1, None
@@ -90,7 +90,7 @@ def load(topology, path, io="auto"):
     ]
 
 
-# The reports of this rank's last loads.
+# The reports of this rank's loads.
 report = []
 
 
@@ -106,7 +106,7 @@ def test_ranks_pass_on_what_they_read(lasting, reference, topology, size):
     assert [different for different, *_ in done] == [[]] * size
     stored = sum(fastckpt.open(reference).info(name).bytes for name in fastckpt.open(reference))
     read = sum(storage for *_, storage, _ in done)
-    # Headers and the tied tensor, which is wanted under both names, are no second reading.
+    # Apart from headers, each byte is read once, even of the tied tensor, which is loaded under both names.
     assert read <= 1.05 * stored
     if topology == "ddp":
         assert sum(peers for *_, peers in done) >= (size - 1) * stored * 0.9
@@ -122,7 +122,7 @@ def test_what_a_rank_reads_is_compared_for_another_one(lasting, tmp_path):
     with (tmp_path / "c" / "model.safetensors").open("r+b") as file:
         file.seek(-4, 2)
         file.write(b"bad!")
-    # Rank 0 reads for both, and only rank 1 wants it compared.
+    # Rank 0 reads for both ranks, and only rank 1 requests verification.
     with lasting(2) as group, pytest.raises(FailedError, match="checksum"):
         group.run(load_checked, tmp_path / "c", 1)
 
@@ -146,13 +146,13 @@ def test_any_group_loads_what_one_process_saved(lasting, reference, topology, si
 
 
 def save_plain_optimizer(path, *, same, trained=True, apart=False):
-    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones.
+    """Save a plain ``optimizer.state_dict()``, in which numbers identify parameters.
 
     Args:
-        path: where to.
-        same: whether the ranks have equal ones.
-        trained: whether that of the first rank has made a step.
-        apart: whether each rank has it under a key of its own.
+        path: the target path.
+        same: whether the ranks have equal modules.
+        trained: whether rank 0's optimizer has made a step.
+        apart: whether each rank saves under its own key.
     """
     size = 3 if same else 3 + dist.get_rank()
     module = torch.nn.Linear(size, 2)
@@ -204,7 +204,7 @@ def test_numbers_may_stand_for_other_parameters_under_other_keys(forge, tmp_path
 
 
 def save_stages(path):
-    """Different keys on each rank, and one on all."""
+    """Save different keys on each rank, and one key on all ranks."""
     rank = dist.get_rank()
     state = {f"stage{rank}": {"w": torch.full((5,), float(rank))}, "shared": torch.ones(2), "step": 7}
     dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
@@ -240,7 +240,7 @@ def test_entries_of_two_kinds_are_refused(forge, tmp_path, kinds, message):
 
 
 def save_values(path):
-    """Values that differ on each rank, with tensors of several pages in them, between tensors that are alike."""
+    """Save values that differ between ranks, with tensors of several pages in them, among equal tensors."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
@@ -271,7 +271,7 @@ def test_a_value_is_that_of_one_rank_whole(forge, tmp_path):
 
 
 class Cutting(DefaultSavePlanner):
-    """Gives the parts of tensors itself, so that no mesh is known."""
+    """A planner that gives the parts of tensors itself, so that no mesh is known."""
 
     def resolve_data(self, write_item):
         made = super().resolve_data(write_item)
@@ -279,7 +279,7 @@ class Cutting(DefaultSavePlanner):
 
 
 class Dropping(DefaultSavePlanner):
-    """Leaves the optimizer out of all plans."""
+    """A planner that leaves the optimizer out of all plans."""
 
     def create_global_plan(self, all_plans):
         plans, metadata = super().create_global_plan(all_plans)
@@ -288,7 +288,7 @@ class Dropping(DefaultSavePlanner):
 
 
 class DroppingAndCutting(Dropping, Cutting):
-    """Both."""
+    """A planner that does both."""
 
 
 def save_with_planner(topology, path, planner):
@@ -318,7 +318,7 @@ def test_what_a_planner_leaves_out_of_all_plans_is_not_saved(forge, tmp_path, re
 
 
 class LeavingToOne(DefaultSavePlanner):
-    """Leaves the bad value out of all plans, or of all but one rank's."""
+    """A planner that leaves the bad value out of all plans, or of all plans but one rank's."""
 
     def __init__(self, rank):
         super().__init__()
@@ -334,7 +334,7 @@ class LeavingToOne(DefaultSavePlanner):
 
 
 def save_left_out(path, *, chosen):
-    """A value that cannot be stored on the first rank, and one that can on the other."""
+    """Save a key whose value cannot be stored on rank 0, but can be stored on rank 1."""
     state = {"w": torch.ones(3), "bad": dist.get_rank() or Unsaved()}
     planner = LeavingToOne(chosen)
     dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=planner)
@@ -347,13 +347,13 @@ def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_pat
         group.start(save_left_out, tmp_path / "none", chosen=chosen)
         outcomes = group.outcomes()
     assert list(fastckpt.load(tmp_path / "c")) == ["w"]
-    # The lowest rank's value is stored, whichever plan has it.
+    # The lowest rank's value is stored, whichever plan has the key.
     assert all("Unsaved is not supported" in each.raised.text for each in outcomes)
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
 def save_with(path, option, values):
-    """Each rank gives another value of an option; the metadata, of which the first rank's counts, differ as well."""
+    """Save with a different value of an option on each rank, and with different metadata, of which rank 0's count."""
     rank = dist.get_rank()
     writer = Writer(metadata={"step": rank}, **grouped({"timeout": 60, option: values[rank]}))
     dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=writer)
@@ -379,17 +379,17 @@ def test_options_that_have_to_be_alike_are_told_by_name(forge, tmp_path, option,
 
 
 def caches_plans():
-    """Whether planners of this torch can keep their plans."""
+    """Whether planners of this torch can cache their plans."""
     return "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
 
 
 def cached(caching):
-    """The arguments of a planner that does so, or does not."""
+    """The arguments of a planner that caches its plans, or does not."""
     return {"enable_plan_caching": caching} if caches_plans() else {}
 
 
 def save_often(path, *, caching):
-    """Three saves with one planner each, the second of a state that has changed in values, the third in shape."""
+    """Save three times with a new planner; the second state differs in values, the third one in a shape."""
     for turn, size in enumerate((4, 4, 6)):
         state = {"w": torch.full((size, 2), float(turn)), "turn": turn}
         planner = DefaultSavePlanner(**cached(caching))
@@ -409,7 +409,7 @@ def test_plans_may_be_kept_for_later_saves(forge, tmp_path, caching):
 
 
 def save_by_itself(path):
-    """Each rank to its own path, while the other waits for it."""
+    """Save on each rank to its own path, while the other rank waits."""
     own = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     copies = distribute_tensor(torch.arange(40.0), mesh, [Replicate()])
@@ -434,14 +434,14 @@ def test_no_dist_saves_one_rank_alone(forge, tmp_path):
 
 
 class Trusting(DefaultSavePlanner):
-    """Takes all plans as they are."""
+    """A planner that accepts all plans without checks."""
 
     def create_global_plan(self, all_plans):
         return all_plans, dcp.Metadata({})
 
 
 def save_boxes(path, *, lacking):
-    """Boxes of which each rank has some, and none has one that is lacking."""
+    """Save a tensor in boxes, of which each rank has some, and no rank has box ``lacking``."""
     rank = dist.get_rank()
     boxes = cut(torch.arange(12.0).view(4, 3), [1, 3], [2], keep=lambda box: box % 2 == rank and box != lacking)
     dcp.save({"boxes": boxes}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=Trusting())
@@ -460,7 +460,7 @@ def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(f
 
 
 def save_one_memory_twice(path):
-    """Half of the ranks save tensors of one memory each, by two meshes in which their parts trade places."""
+    """Save tensors that share memory on half of the ranks; their two meshes have the ranks in different orders."""
     first = dist.new_group([0, 1])
     own = torch.arange(4.0) + 10 * (dist.get_rank() % 2)
     state = {}
@@ -508,7 +508,7 @@ def test_a_writer_that_was_not_told_of_the_group_says_so(forge, tmp_path):
 
 
 class Unsaved:
-    """Of a class that the writer does not know."""
+    """A value of a class that the writer does not support."""
 
 
 def save_bad(path, *, bad):
@@ -528,13 +528,13 @@ def test_a_failure_of_one_rank_fails_all_and_the_old_checkpoint_stays(forge, tmp
             assert each.raised.kind.endswith("CheckpointException")
             assert "Unsaved is not supported" in each.raised.text
         assert list(fastckpt.load(tmp_path / "c")) == ["old"]
-        # The next save works.
+        # The next save succeeds.
         group.run(save_bad, tmp_path / "c", bad=-1)
     assert fastckpt.load(tmp_path / "c")["value"] == 1
 
 
 class Failing(DefaultSavePlanner):
-    """Fails on one rank where the others go on to the storage."""
+    """A planner that fails on one rank, while the others go on to the storage."""
 
     def __init__(self, bad, *, caching):
         super().__init__(**cached(caching))
@@ -547,7 +547,7 @@ class Failing(DefaultSavePlanner):
 
 
 class FailingToLoad(dcp.DefaultLoadPlanner):
-    """Fails on one rank where the others go on to the storage."""
+    """A load planner that fails on one rank, while the others go on to the storage."""
 
     def __init__(self, bad):
         super().__init__()
@@ -560,7 +560,7 @@ class FailingToLoad(dcp.DefaultLoadPlanner):
 
 
 def save_and_load_with_failing_planners(path, *, bad, caching):
-    """Saves and loads, of which the middle one fails; what the last load gave."""
+    """Save and load three times; the second time fails. Return the errors, and whether the last load is right."""
     state = {"model": parallel.state("fsdp")["model"]}
     told = []
     for turn in range(3):
@@ -609,7 +609,7 @@ def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
 
 
 def save_bad_texts(path):
-    """The error of a save whose structure is invalid, and whether it wrote anything."""
+    """Save with an invalid structure; return the error, and whether the save wrote anything."""
     texts = mock.patch.object(AgreedByRanks, "texts", ("1", "[null]", None))
     with texts, mock.patch.object(process_group, "_write") as write:
         try:
@@ -658,7 +658,7 @@ def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
 
 
 def cuts():
-    """Ways to cut a tensor of 10 by 4 for two ranks: by rows, several a rank, by columns, unequal."""
+    """Ways to divide a tensor of 10 by 4 for two ranks: by rows, in several parts a rank, by columns, unequally."""
     return [
         ChunkShardingSpec(0, ["rank:0", "rank:1"]),
         ChunkShardingSpec(0, ["rank:0", "rank:1", "rank:1", "rank:0"]),
@@ -698,7 +698,7 @@ def test_sharded_tensors_load_into_any_other_cut(forge, tmp_path):
 
 
 def load_with_holes(path):
-    """Fine-tuning: a model that has lost its head and got another one."""
+    """Load as for fine-tuning, into a model that has another head than the saved one."""
     model, _ = parallel.build("fsdp", trained=False)
     state = {"model": {key: value for key, value in parallel.get_model_state_dict(model).items() if "head" not in key}}
     state["model"]["new_head"] = torch.full((2,), 3.0)
@@ -724,7 +724,7 @@ def test_what_is_missing_is_an_error_on_all_ranks(forge, reference):
 
 
 class Odd:
-    """Can be sent to another process, and not be saved."""
+    """A value that can be sent to another process, but not saved."""
 
 
 def save_in_a_process(path, *, bad):
@@ -761,7 +761,7 @@ def _values_of_ranks(path: str) -> None:
 
 
 def test_values_that_differ_are_all_of_the_lowest_rank_that_has_them(forge, tmp_path):
-    """torch leaves each value to another rank, and so makes a state that no rank held."""
+    """torch would assign each value to another rank, and so save a state that no rank had."""
     with forge.group(4) as group:
         group.run(_values_of_ranks, str(tmp_path / "c"))
     found = fastckpt.load(tmp_path / "c")

@@ -1,4 +1,4 @@
-"""The stager with tensors of a device: gathered on the stager's streams, and waited for in every case."""
+"""The stager gathers tensors of a device on its own streams, and always waits for these."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_what_is_on_a_device_is_staged_as_of_the_call():
         "host": matrix.clone(),
     }
     for turn in range(2):
-        # Earlier work of the stream comes first.
+        # The stager's copies run after earlier work of the stream.
         device.add_(turn)
         expected = matrix + turn
         events = faults.events
         staged = Stager().stage(state)
-        assert faults.events - events <= 3, "no event for each tensor"
+        assert faults.events - events <= 3, "the number of events does not depend on that of tensors"
         device.add_(100)
         assert {value.device.type for value in staged.values()} == {"cpu"}
         assert torch.equal(staged["w"], expected)
@@ -91,7 +91,7 @@ def test_a_broken_device_fails_the_stage_and_its_memory_is_not_used_again():
     faults.fail_at = faults.copies + 1
     with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
         Stager().stage(state)
-    # The error is the stream's own, and its traceback has what was staged.
+    # The stream keeps the error, whose traceback references the staged tensors.
     standin.forget_errors()
     gc.collect()
     assert kept_memory() == []

@@ -1,4 +1,4 @@
-"""torchtitan's own checkpoint manager under ``install()``: it finds what it saved, resumes from it and removes it."""
+"""torchtitan's checkpoint manager under ``install()`` finds its checkpoints, resumes from them and removes old ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def forge():
 
 @pytest.fixture(scope="module")
 def straight(forge, tmp_path_factory):
-    """The end of an undisturbed run of torchtitan's own manager."""
+    """The final values of a run of torchtitan's own manager without a fault."""
     with forge.group(2) as group:
         return group.run(titan.train, tmp_path_factory.mktemp("straight"), 7, "stock", timeout=240)
 
@@ -38,7 +38,7 @@ def test_save_restart_resume_and_keep_the_latest(forge, straight, tmp_path, mode
     assert [result[:2] for result in resumed] == [(4, 28)] * 2
     assert [result[2] for result in resumed] == [result[2] for result in straight]
     kept = sorted(int(found[1]) for each in run.iterdir() if (found := re.fullmatch(r"step-(\d+)", each.name)))
-    # One more where the last save was on its way when the manager looked.
+    # One more checkpoint stays if the last save was in flight when the manager removed old ones.
     assert kept in ([6, 7], [5, 6, 7])
     for step in kept:
         path = run / f"step-{step}"

@@ -1,4 +1,4 @@
-"""Values that several ranks give to dcp.save under one key: the lowest rank's is saved, and no difference is silent."""
+"""Values of several ranks under one key of dcp.save: the lowest rank's is saved, and differences are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastckpt.distributed import Ranks
 from harness import logged, needs, standin
 from harness.parallel import dist, torch
 
-#: What a stage of a pipeline may have under one name: equal on all ranks for equal numbers.
+#: Values that pipeline stages may have under one name; equal numbers give equal values.
 WITH_TENSORS = {
     "tuple": lambda number: (1, torch.eye(4) * number),
     "array": lambda number: np.full((3, 2), number),
@@ -38,7 +38,7 @@ KINDS = {**WITH_TENSORS, **PLAIN}
 
 
 def save(path, how, kind, numbers, options):
-    """Save with all ranks, each a value of its number; the log, and the report's warnings."""
+    """Save on all ranks, each with the value of its number; return the log and the report's warnings."""
     state = {"layers": {"0": {"weight": KINDS[kind](numbers[dist.get_rank()])}}, "w": torch.ones(3)}
     warnings = None
     with logged.warnings() as texts:
@@ -53,7 +53,7 @@ def save(path, how, kind, numbers, options):
 
 
 def saved(group, path, kind, numbers, how="writer", **options):
-    """Every rank's report of a save, and the stored value."""
+    """The warnings of a save, which all ranks report, and the stored value."""
     said = group.run(save, str(path), how, kind, numbers, options)
     assert all(one == said[0] for one in said)
     texts, warnings = said[0]
@@ -65,7 +65,7 @@ def saved(group, path, kind, numbers, how="writer", **options):
 
 
 def refusals(lasting, path, kind, numbers, how="writer", **options):
-    """The errors of all ranks of a save that is refused, before anything is written."""
+    """The errors on all ranks of a save that fails before it writes anything."""
     with lasting(len(numbers)) as group:
         group.start(save, str(path), how, kind, numbers, options)
         texts = [each.raised.text for each in group.outcomes()]
@@ -74,7 +74,7 @@ def refusals(lasting, path, kind, numbers, how="writer", **options):
 
 
 def same(one, other):
-    """Whether two values are stored alike."""
+    """Whether two values are equal as stored."""
     if isinstance(one, torch.Generator):
         return torch.equal(one.get_state(), other.get_state())
     if isinstance(one, (list, tuple)):
@@ -168,7 +168,7 @@ def test_the_report_names_a_rank_that_differs_from_the_lowest(lasting, tmp_path)
 
 
 def save_in_places(path, options):
-    """A value of arrays of 2 MB, each with another number on each rank, in one place, which samples may miss."""
+    """Save arrays of 2 MB which differ between ranks in a single place, so that samples may miss it."""
     arrays = [np.zeros(1 << 19, np.float32) for _ in range(6)]
     for array in arrays:
         array[100_003] = dist.get_rank() + 1
@@ -185,7 +185,7 @@ def test_a_value_is_one_ranks_wherever_its_arrays_differ(lasting, tmp_path):
 
 
 def save_with_options(path, options):
-    """Equal values, with options of this rank."""
+    """Save equal values with this rank's options."""
     ranks = Ranks(timeout=60, **options[dist.get_rank()])
     dcp.save({"k": (1, torch.ones(3))}, storage_writer=Writer(path, ranks=ranks))
 
@@ -199,7 +199,7 @@ def test_other_options_on_a_rank_are_no_difference_of_values(lasting, tmp_path):
 
 
 def save_of_ranks(path, count):
-    """Values under separate keys, and more different values than a report lists."""
+    """Save values under separate keys, and more different values than a report lists."""
     rank = dist.get_rank()
     state = {"loader": {f"dp_rank_{rank}": bytes([rank]) * 5000, "world_size": 2}, f"rng_{rank}": np.full(3, rank)}
     state |= {"values": {f"{number:03d}": rank for number in range(count)}}
@@ -220,7 +220,7 @@ def test_values_under_keys_of_ranks_are_silent_and_long_lists_are_cut(lasting, t
 
 
 def save_on_devices(path, number):
-    """A value with a tensor on a device that only this rank uses."""
+    """Save a value with a tensor on a device that only this rank uses."""
     device = torch.device(standin.NAME, dist.get_rank())
     writer = Writer(path, ranks=Ranks(timeout=60))
     dcp.save({"pair": (1, torch.full((3,), float(number[dist.get_rank()])).to(device))}, storage_writer=writer)

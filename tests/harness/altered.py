@@ -1,4 +1,4 @@
-"""A network fault: one bit that a rank receives is flipped, below the API, where bytes come in."""
+"""A network fault below the API: one bit flips in what a rank receives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def message(number: int, place: float, found: list[int]) -> Iterator[None]:
-    """Alter the message with this number among those that this rank receives, at this relative place (0 to 1).
+    """Flip a bit in message ``number`` of those that this rank receives, at the relative ``place`` (0 to 1).
 
-    ``found`` gets the sending rank.
+    The number of the sending rank is added to ``found``.
     """
     real, count = torch_distributed.DataGroup.receive, iter(range(1 << 30))
 
@@ -42,8 +42,8 @@ def message(number: int, place: float, found: list[int]) -> Iterator[None]:
 
 @contextmanager
 def word(kind: str, number: int, place: float, found: list[str]) -> Iterator[None]:
-    """Alter a value that this rank gets from the store: the one with this number among those whose keys contain
-    ``kind`` as a part (``up``, ``verdict``). ``found`` gets the key."""
+    """Alter a value that this rank gets from the store: value ``number`` of those whose keys contain
+    ``kind`` as a part (``up``, ``verdict``). The key is added to ``found``."""
     real, count = store.Transport.serve, iter(range(1 << 30))
 
     def altered(key: str, value: bytes | None) -> bytes | None:
@@ -68,5 +68,5 @@ def word(kind: str, number: int, place: float, found: list[str]) -> Iterator[Non
 
 
 def version(text: str) -> None:
-    """Have this rank report another version of fastckpt."""
+    """Make this rank report another version of fastckpt."""
     messages.VERSION = text

@@ -1,4 +1,4 @@
-"""A tensor that torch.distributed.checkpoint saves in boxes, like those of other libraries."""
+"""A tensor that torch.distributed.checkpoint saves in boxes, as tensors of other libraries are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut(
     keep: Callable[[int], bool] = lambda _: True,
     place: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, box: box,
 ) -> Boxes:
-    """A tensor in boxes: the cuts by dimension, the numbers of the existing boxes, and the place of each."""
+    """A tensor in boxes: the cuts of each dimension, the numbers of the existing boxes, and the place of each box."""
     sides = [itertools.pairwise([0, *at, size]) for at, size in itertools.zip_longest(lines, whole.shape, fillvalue=())]
     made = torch.empty_like(whole).as_subclass(Boxes)
     made.boxes = {

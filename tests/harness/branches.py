@@ -1,4 +1,4 @@
-"""Runs of a manager that go back and continue: their saves, restarts, and a remote tier that refuses."""
+"""Runs of a manager that restore an older step and continue: saves, restarts, and a remote tier that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fastckpt
 
 FORM = "step-{step:08d}"
 
-#: The cache of Manager beside its checkpoints (docs/manager.md).
+#: The file beside the checkpoints in which a Manager caches facts (docs/manager.md).
 CACHE = ".fastckpt-run.json"
 
 
@@ -20,7 +20,7 @@ def state(step, branch="a"):
 
 
 def save(directory, steps, branch="a", *, at=None, discard=False, **options):
-    """Save steps with a new manager, after a restore of the newest, or of ``at``."""
+    """Save steps with a new manager, after it has restored the newest step, or step ``at``."""
     with fastckpt.Manager(directory, **options) as manager:
         found = manager.restore(step=at, discard_newer=discard)
         for step in steps:
@@ -41,7 +41,7 @@ def damage(path):
 
 
 def silence(patch, manager):
-    """Have the remote tier of a manager refuse; returns its requests."""
+    """Make each request to a manager's remote tier fail; return the list of requests."""
     asked = []
 
     def refuse(*_):
@@ -58,7 +58,7 @@ def place(tmp_path, kind):
 
 
 def take_aside(checkpoint):
-    """Leave a checkpoint like a save that is killed between two renames, where names cannot be exchanged."""
+    """Leave a checkpoint as a save does that is killed between two renames, where names cannot be exchanged."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
     writer = f"node7-{boot}-{Path('/proc/self/ns/pid').stat().st_ino}-4194303-7-0123abcd"
     workspace = checkpoint.with_name(f".{checkpoint.name}.tmp-{writer}")

@@ -1,4 +1,4 @@
-"""The command ``fastckpt``, run in this process like ``python -m fastckpt`` in a separate one."""
+"""The command ``fastckpt``, run in this process as ``python -m fastckpt`` runs it in a separate one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with these arguments; its exit status. It prints to this process's streams."""
+    """Run the command with these arguments and return its exit status. It prints to this process's streams."""
     before, sys.argv = sys.argv, ["fastckpt", *arguments]
     try:
         runpy.run_module("fastckpt", run_name="__main__")
@@ -16,4 +16,4 @@ def main(arguments: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         sys.argv = before
-    raise AssertionError("the command ended without a status")
+    raise AssertionError("the command returned without an exit status")

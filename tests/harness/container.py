@@ -2,8 +2,8 @@
 on an overlay, an ordinary user without capabilities, Docker's seccomp rule for io_uring, little locked memory, a small
 /dev/shm, and control groups that limit memory and CPU. Needs root, and no container runtime.
 
-The calling process drives it: :func:`running` makes one, ``exec`` and ``start`` run programs in it, ``kill`` is what
-``docker kill`` and an evicted pod are: SIGKILL for everything inside.
+:func:`running` makes a container, ``exec`` and ``start`` run programs in it, and ``kill`` ends everything inside by
+SIGKILL, like ``docker kill`` and the eviction of a pod.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ GIB, MIB = 1 << 30, 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 INIT = Path(__file__).with_name("container_init.py")
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
-#: An arbitrary user id, as in some images. The limit of locked memory holds for a user on the whole machine, so each
-#: process that runs tests has a different user.
+#: An arbitrary user id, as in some images. The limit of locked memory holds for a user on the whole machine,
+#: so each process that runs tests uses another id.
 USER = 40_000 + os.getpid() % 20_000
 
-# Runs in the container as its root, and becomes the program as its user.
+# Starts in the container as root, then runs the program as the container's user.
 _CONFINE = """
 import base64, ctypes, json, os, resource, sys
 spec, command = json.loads(sys.argv[1]), sys.argv[2:]
@@ -71,16 +71,16 @@ class Spec:
     root: Path
     #: The layers below the home directory, the topmost first.
     home: Sequence[Path] = ()
-    #: The directory for writes to the home directory; by default they are removed with the container.
+    #: The directory for writes to the home directory; by default, a directory that is removed with the container.
     upper: Path | None = None
     host: str = "trainer-0"
-    #: Directories of the host, by where they appear: ``{"/checkpoints": path}``.
+    #: Directories of the host by their paths in the container: ``{"/checkpoints": path}``.
     volumes: Mapping[str, Path] = field(default_factory=dict)
     #: The ``volumes`` that are mounted read-only.
     read_only: Sequence[str] = ()
     #: Bytes of /dev/shm.
     shm: int = 64 * MIB
-    #: A limit of bytes for all processes together.
+    #: A limit for the memory of all processes together, in bytes.
     memory: int = GIB
     cpus: float = 1.5
     memlock: int = 64 << 10
@@ -97,7 +97,7 @@ class Container:
         self, spec: Spec, init: int, groups: _Groups, upper: Path, entered: subprocess.Popen[str], pidfd: int
     ) -> None:
         self.spec = spec
-        #: Process 1 of the container, by its number on the host.
+        #: The pid on the host of the container's process 1.
         self.init = init
         #: The directory with the writes to the home directory.
         self.upper = upper
@@ -125,7 +125,7 @@ class Container:
         python = "/usr/local/bin/python3" if (self.spec.root / "usr/local/bin/python3").exists() else "/usr/bin/python3"
         confined = [python, "-I", "-S", "-c", _CONFINE, json.dumps(spec), *command]
         pipe = subprocess.PIPE
-        # The control groups first: their namespace has them as its root.
+        # The process joins the control groups first: its cgroup namespace then has these groups as its root.
         started = subprocess.Popen(
             [*self.groups.enter(), *enter, *confined], stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options
         )
@@ -139,18 +139,18 @@ class Container:
         return subprocess.CompletedProcess(command, started.returncode, out, err)
 
     def python(self, program: str, *arguments: str, **options: Any) -> str:
-        """The output of a Python program, which must succeed."""
+        """Run a Python program, which must succeed, and return its output."""
         done = self.exec("python3", "-c", program, *arguments, **options)
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
         return done.stdout
 
     def kill(self) -> None:
-        """SIGKILL for everything inside; returns when all processes have ended."""
-        # unshare ends process 1, and would complain if that ended first.
+        """Kill everything inside by SIGKILL, and return when all processes have ended."""
+        # The death of unshare ends process 1. If process 1 ended first, unshare would print an error.
         self._entered.kill()
         self._entered.wait(60)
         ended, _, _ = select.select([self._pidfd], [], [], 60)
-        assert ended, f"process 1 of the container (here {self.init}) still runs 60 seconds after SIGKILL"
+        assert ended, f"process 1 of the container (pid {self.init} here) still runs 60 seconds after SIGKILL"
         for started in self._started:
             started.wait(60)
             for stream in (started.stdin, started.stdout, started.stderr):
@@ -167,13 +167,13 @@ def running(spec: Spec) -> Iterator[Container]:
         needs.tool(program, "util-linux" if program != "mount" else "mount")
     with contextlib.ExitStack() as made:
         base = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="fastckpt-container-")))
-        base.chmod(0o755)  # the container's user enters it
+        base.chmod(0o755)  # so that the container's user can enter it
         parts = {part: base / part for part in ("root", "home", "upper", "work")}
         for directory in parts.values():
             directory.mkdir(mode=0o755)
         if spec.upper is not None:
             parts["upper"] = spec.upper
-            # On the same file system, as overlayfs wants it.
+            # The directory is on the file system of `upper`, as overlayfs requires.
             parts["work"] = Path(made.enter_context(tempfile.TemporaryDirectory(dir=spec.upper.parent)))
         for part in ("home", "upper"):
             os.chown(parts[part], spec.user, spec.user)
@@ -181,7 +181,7 @@ def running(spec: Spec) -> Iterator[Container]:
         told = {
             "root": str(spec.root),
             "at": str(parts["root"]),
-            # There must be a lower layer.
+            # An overlay needs at least one lower layer.
             "lower": ":".join(str(layer) for layer in (*spec.home, parts["home"])),
             "upper": str(parts["upper"]),
             "work": str(parts["work"]),
@@ -197,7 +197,7 @@ def running(spec: Spec) -> Iterator[Container]:
         assert entered.stdout is not None
         with entered.stdout:
             ready = entered.stdout.readline()
-        assert ready == "ready\n", f"the container does not start: exit {entered.wait(60)}"
+        assert ready == "ready\n", f"the container did not start: exit status {entered.wait(60)}"
         [init] = Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text(encoding="ascii").split()
         pidfd = os.pidfd_open(int(init))
         made.callback(os.close, pidfd)
@@ -209,25 +209,25 @@ def running(spec: Spec) -> Iterator[Container]:
 
 
 class _Groups:
-    """The control groups of a container: directories by controller, of version 1 or 2."""
+    """The control groups of a container: their directories by controller, for cgroup version 1 or 2."""
 
     def __init__(self, directories: Mapping[str, Path], version: int) -> None:
         self.directories, self.version = directories, version
 
     def enter(self) -> list[str]:
-        """The command prefix that runs a program in them."""
+        """The command prefix that runs a program in these groups."""
         procs = [str(directory / "cgroup.procs") for directory in dict.fromkeys(self.directories.values())]
         write = "".join(f'echo $$ > "{file}"; ' for file in procs)
         return ["sh", "-c", f'set -e; {write}exec "$@"', "sh"]
 
     def mounts(self) -> list[tuple[str, str, str]]:
-        """Type, options and place of the mount that shows them inside."""
+        """Type, options and place of the mount that shows the groups inside the container."""
         if self.version == 2:
             return [("cgroup2", "ro", "")]
         return [("cgroup", f"ro,{name}", name) for name in self.directories]
 
     def number(self, version_1: str, version_2: str) -> int:
-        """A number of the memory controller."""
+        """The value of a file of the memory controller."""
         name = version_2 if self.version == 2 else version_1
         file, _, key = name.partition(":")
         text = (self.directories["memory"] / file).read_text(encoding="ascii")
@@ -248,7 +248,7 @@ def control_groups(spec: Spec) -> Iterator[_Groups]:
             needs.missing("needs the controllers memory and cpu of cgroup v2 at /sys/fs/cgroup")
         try:
             (CGROUPS / "cgroup.subtree_control").write_text("+memory +cpu", encoding="ascii")
-        except OSError as error:  # a container's own root, where processes are
+        except OSError as error:  # as in a container, whose root group has processes
             needs.missing(f"needs to give the controllers memory and cpu to groups below {CGROUPS}: {error}")
         version, directories = 2, dict.fromkeys(("memory", "cpu"), CGROUPS / name)
         limits = {"memory": {"memory.max": spec.memory}, "cpu": {"cpu.max": f"{int(spec.cpus * 100_000)} 100000"}}
@@ -265,7 +265,7 @@ def control_groups(spec: Spec) -> Iterator[_Groups]:
         for directory in dict.fromkeys(directories.values()):
             directory.mkdir()
             made.callback(_remove, directory)
-            directory.chmod(0o755)  # despite the umask: programs inside read their limits
+            directory.chmod(0o755)  # despite the umask, so that programs inside can read their limits
         for controller, files in limits.items():
             for file, value in files.items():
                 (directories[controller] / file).write_text(str(value), encoding="ascii")

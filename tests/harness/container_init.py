@@ -1,4 +1,4 @@
-"""Process 1 of a container (see container.py). It starts as the host's Python in new namespaces, so it stands alone."""
+"""Process 1 of a container (see container.py): the host's Python in new namespaces, without imports of ours."""
 
 # ruff: noqa: PTH102, PTH103, PTH211 - paths as the kernel takes them
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The number of the call.
+#: The number of the system call pivot_root.
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 def main(told: Mapping[str, Any]) -> None:
-    """Process 1: make the root from its parts, enter it, and wait to be killed."""
+    """Be process 1: make the root from its parts, enter it, and wait to be killed."""
     at = told["at"]
     os.umask(0o022)
 
@@ -56,7 +56,7 @@ def main(told: Mapping[str, Any]) -> None:
     Path("/proc/sys/kernel/hostname").write_text(told["host"], encoding="ascii")
     os.chdir(at)
     libc = ctypes.CDLL(None, use_errno=True)
-    # Then the old root lies over the new one, and is unmounted.
+    # After this call the old root is mounted over the new one, and is unmounted.
     if libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b".") != 0 or libc.umount2(b".", 2) != 0:  # MNT_DETACH
         raise OSError(ctypes.get_errno(), "pivot_root")
     os.chdir("/")

@@ -1,5 +1,5 @@
-"""Imported before a zygote forks: transformers' table of conversions. Each process that saves a model would compile its
-900 patterns anew."""
+"""Makes transformers' table of conversions before a zygote forks. Otherwise, each process that saves a model compiles
+its 900 patterns."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -1,7 +1,7 @@
 """The order in which workers take tests.
 
-pytest-xdist gives each worker an equal share of the list, and an idle worker takes from the end of another's share. If
-a long test comes last, the other cores are idle.
+pytest-xdist gives each worker an equal share of the list, and an idle worker takes tests from the end of another share.
+If a long test runs last, the other cores are idle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def dealt(
     tests: Sequence[Test], workers: int, *, file: Callable[[Test], Hashable], slow: Callable[[Test], bool]
 ) -> list[Test]:
     """``tests`` sorted so that each share begins with files that have slow tests. The other files keep their order:
-    those of a folder share fixtures, and so are best with one worker."""
+    the files of a folder share fixtures, so one worker should run them."""
     files: dict[Hashable, list[Test]] = {}
     for test in tests:
         files.setdefault(file(test), []).append(test)

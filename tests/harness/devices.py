@@ -1,4 +1,4 @@
-"""The device for tests: the stand-in, or with ``FASTCKPT_TEST_DEVICE=cuda`` a real one.
+"""The device for tests: the stand-in, or a real device with ``FASTCKPT_TEST_DEVICE=cuda``.
 
 Files that import this one may need only the standard library, numpy, torch and fastckpt: a machine with a GPU
 runs them by ``python -m unittest discover -s tests/device -t tests``.
@@ -39,9 +39,9 @@ SAVES: dict[str, Callable[..., fastckpt.types.SaveReport]] = {
 
 
 def missing(what: str) -> None:
-    """Skip with a reason; fail instead in CI, which promises to have everything."""
+    """Skip with a reason, but fail in CI, which must have everything."""
     if os.environ.get("CI") == "true":
-        raise AssertionError(f"CI must provide this, and does not: {what}")
+        raise AssertionError(f"CI must provide this: {what}")
     raise unittest.SkipTest(f"NOT TESTED HERE: {what}")
 
 
@@ -58,7 +58,7 @@ def two_devices() -> None:
 
 @contextmanager
 def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: str) -> Iterator[list[BaseException]]:
-    """Require an exception of that kind inside, with a message that matches ``match``."""
+    """Require that the body raises an exception of this kind with a message that matches ``match``."""
     caught: list[BaseException] = []
     try:
         yield caught
@@ -71,7 +71,7 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: s
 
 
 def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
-    """One test for each of ``values``, passed as argument ``name``."""
+    """Make one test for each of ``values``, which is passed as argument ``name``."""
 
     def mark(function: Any) -> Any:
         function.cases = [*getattr(function, "cases", []), (name, list(values))]
@@ -81,7 +81,7 @@ def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
 
 
 def in_thread(body: Callable[[], Any]) -> Any:
-    """The result or exception of ``body`` in a separate thread."""
+    """Run ``body`` in a separate thread, and return or raise what it returns or raises."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -100,11 +100,11 @@ def in_thread(body: Callable[[], Any]) -> Any:
 
 
 class OnDevice(unittest.TestCase):
-    """Tests on the device. Each has its own directory, and leaves nothing behind."""
+    """Tests on the device. Each test has its own directory, and leaves nothing behind."""
 
-    #: The kind of device that the class is for; None for all.
+    #: The kind of device that the tests are for; None for all.
     on: ClassVar[str | None] = None
-    #: The longest copy of the stand-in, in seconds.
+    #: The longest delay of a copy on the stand-in, in seconds.
     late: ClassVar[float] = 0.002
     path: Path
 
@@ -164,7 +164,7 @@ def _bound(function: Any, named: dict[str, Any]) -> Any:
 
 
 def moved(value: torch.Tensor, device: torch.device = DEVICE) -> torch.Tensor:
-    """A copy on the device, with the same flags."""
+    """A copy of the tensor on the device, with the same flags."""
     there = value.detach().to(device)
     if type(value) is torch.nn.Parameter:
         return torch.nn.Parameter(there, requires_grad=value.requires_grad)
@@ -176,7 +176,7 @@ def on_device(state: dict[str, Any], device: torch.device = DEVICE) -> dict[str,
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor at this moment, regardless of pending work of other streams."""
+    """The bytes of a tensor now, without waiting for the work of other streams."""
     if tensor.device.type == standin.NAME:
         return standin.on_host(tensor).clone()
     return tensor.detach().clone().cpu()
@@ -196,7 +196,7 @@ def busy(seconds: float = 0.05) -> None:
 
 
 def fill_later(tensor: torch.Tensor, value: float, seconds: float = 0.05) -> None:
-    """Have the current stream write to ``tensor``; the host does not wait for it."""
+    """Make the current stream write to ``tensor``, without a wait of the host."""
     busy(seconds)
     tensor.fill_(value)
 
@@ -207,13 +207,13 @@ def synchronize() -> None:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor that is still referenced, like sharded modules, and give it to another tensor."""
+    """Free the memory of a tensor that is still referenced, as sharded modules do, and give it to another tensor."""
     if IS_STANDIN:
         standin.free(tensor)
         return
     nbytes = tensor.untyped_storage().nbytes()
     tensor.untyped_storage().resize_(0)
-    # The caching allocator gives the same block, unless something protects it.
+    # The caching allocator returns the same memory, unless something protects it.
     torch.full((nbytes,), standin.REUSED, dtype=torch.uint8, device=tensor.device)
 
 
@@ -223,7 +223,7 @@ def side_stream() -> Any:
 
 
 def on_time() -> Any:
-    """Inside, copies of the stand-in take no time."""
+    """A context in which copies of the stand-in take no time."""
     return _on_time() if IS_STANDIN else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Uses an installed fastckpt without torch: ``exchange.py save|load|golden DIRECTORY``, for ``scripts/aarch64``."""
+"""Tries an installed fastckpt without torch: ``exchange.py save|load|golden DIRECTORY``, for ``scripts/aarch64``."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ def arrays() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """The arrays, and other values of a state."""
+    """A state of the arrays and of other values."""
     big = np.arange(5, dtype=">f8")
     return {
         "arrays": arrays(),
@@ -38,7 +38,7 @@ def state() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A form of a value that is equal only if every bit is equal."""
+    """A form of a value; two forms are equal only if every bit of the values is equal."""
     if isinstance(value, np.ndarray | np.generic):
         return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()]
     if isinstance(value, np.random.Generator):
@@ -57,7 +57,7 @@ def plain(value: Any) -> Any:
 
 
 def main(what: str, directory: Path) -> None:
-    """Do one of the three."""
+    """Run ``save``, ``load`` or ``golden``."""
     if what == "save":
         directory.mkdir()
         for engine in ("auto", "threads", "buffered"):
@@ -75,7 +75,7 @@ def main(what: str, directory: Path) -> None:
             for name in names:
                 with contextlib.suppress(
                     fastckpt.exceptions.UnsupportedTypeError
-                ):  # sparse and quantised: numpy has neither
+                ):  # sparse and quantised tensors, which numpy lacks
                     found[name] = fastckpt.load(
                         path,
                         keys=[name],

@@ -1,11 +1,11 @@
-"""A file system in user space that locks extents of files for writers, like those that several machines share.
+"""A file system in user space that locks extents of files for writers, like file systems of several machines.
 
 ``python -m harness.extent_locks POINT EXTENT GRANT LATENCY`` mounts it at ``POINT``, and ends when it is unmounted.
-Writes of a file are direct, and several processes write at a time. Each extent of ``EXTENT`` bytes has one owner at a
+Writes to a file are direct, and several processes may write at once. Each extent of ``EXTENT`` bytes has one owner at a
 time, a process. A write of another process changes the owner, which takes ``GRANT`` seconds; writes of the extent that
-come meanwhile wait for that. Each write and sync takes ``LATENCY`` seconds more, several at a time. For a line on
-standard input it prints its counts as JSON: by the name of a file, for the last file of that name, how often extents
-were granted, how many extents that were, and the number of writes.
+come meanwhile wait for it. Each write and sync takes ``LATENCY`` seconds more, and several run at once. For a line on
+standard input it prints counts as JSON, by file name, of the last file of that name: how often extents were granted,
+how many extents these were, and the number of writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.in_memory import DIRECT, PARALLEL, Handle, Tree, process_of, serve
 
 @dataclass
 class Lock:
-    """The owner of an extent, and since or from when, by time.monotonic."""
+    """The owner of an extent, and the time.monotonic() at which it became or becomes the owner."""
 
     owner: int = 0
     since: float = 0.0
@@ -28,7 +28,7 @@ class Lock:
 
 @dataclass
 class Locks:
-    """The owners of a file's extents, by number, and the counts."""
+    """The owners of a file's extents by number, and the file's counts."""
 
     extents: dict[int, Lock] = field(default_factory=dict)
     grants: int = 0

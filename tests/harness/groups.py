@@ -1,7 +1,7 @@
-"""Groups of real processes with a gloo process group: ranks that serve many calls, and that a test may kill or stop.
+"""Groups of real processes with a gloo process group: each rank runs many calls, and a test may kill or stop it.
 
 A zygote has imported torch, so a group of four is ready in a tenth of a second. A test hands over a function by name
-(any function at the top of a module, even of the test), and gets its result, exception and warnings::
+(any function at the top of a module, even the test's own), and gets its result, exception and warnings::
 
     def _save(path):
         return fastckpt.distributed.save(parallel.state("fsdp"), path).bytes_total
@@ -10,7 +10,7 @@ A zygote has imported torch, so a group of four is ready in a tenth of a second.
         with forge.group(4) as group:
             group.run(_save, tmp_path / "c")
 
-No wait is endless, and a group ends all its processes. ``forge`` is a fixture of tests/conftest.py.
+Every wait has an end, and a group ends all its processes. ``forge`` is a fixture of tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "GLOG_minloglevel": "2",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # The server of a TCPStore asks the name server for the name of each client, and answers no other client meanwhile.
+    # The server of a TCPStore looks up the host name of each client, and serves no other client meanwhile.
     "RES_OPTIONS": "timeout:1 attempts:1",
     "FASTCKPT_TEST_HUGE": "1",
 }
-# DeepSpeed: each Trainer imports it, which takes a third of a second.
+# DeepSpeed is imported by each Trainer, which takes a third of a second.
 FRAMEWORKS = (
     "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
     "torchdata.stateful_dataloader,harness.conversions"
 )
-# Torch's own warnings in ranks do not concern the tests.
+# Warnings of torch itself in ranks, which do not concern the tests.
 NOISE: tuple[str, ...] = ("DTensor random operators may not have complete support on cpu",)  # torch 2.6, of any mesh
 # The channel from this process to its test, if this process is a rank.
 here: zygote.Channel | None = None
@@ -82,7 +82,7 @@ class Strike:
 
 @dataclass
 class Raised:
-    """An exception of a rank. ``error`` is the exception itself if it can be pickled."""
+    """The description of a rank's exception. ``error`` is the exception itself if it can be pickled."""
 
     kind: str
     bases: list[str]
@@ -96,8 +96,8 @@ class Raised:
 
 @dataclass
 class Outcome:
-    """The end of a call on one rank. ``began`` and ``ended`` are by ``time.monotonic``, which all processes share.
-    ``status`` is the wait status of a rank that died."""
+    """The end of a call on one rank. ``began`` and ``ended`` are times of ``time.monotonic``, which all processes
+    share. ``status`` is the wait status of a rank that died."""
 
     rank: int
     kind: Literal["returned", "raised", "died", "stopped", "silent"]
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def told_of(outcomes: Sequence[Outcome], rank: int, number: int) -> None:
-    """Assert that one rank has raised the error of its storage, and that the others name that rank alone."""
+    """Assert that one rank has raised the error of its storage, and that the others' errors name only that rank."""
     for each in outcomes:
         assert each.kind == "raised", each
         if each.rank == rank:
@@ -128,7 +128,7 @@ def told_of(outcomes: Sequence[Outcome], rank: int, number: int) -> None:
 
 
 class FailedError(AssertionError):
-    """A call did not return on all ranks; ``outcomes`` has its end on each."""
+    """A call did not return on all ranks; ``outcomes`` has the call's end on each rank."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
@@ -151,7 +151,7 @@ class Group:
         self._busy: set[int] = set()
         self._dead: set[int] = set()
         self._keeper: zygote.Child | None = None
-        # When the last strike happened, by time.monotonic; None: not yet.
+        # The time.monotonic() of the last strike, or None before a strike.
         self.struck: float | None = None
         try:
             port = 0
@@ -179,27 +179,27 @@ class Group:
         strike: Strike | None = None,
         **kwargs: Any,
     ) -> None:
-        """Begin ``function(*args, **kwargs)`` on all ranks (or some), and return at once. Arguments are pickled."""
+        """Begin ``function(*args, **kwargs)`` on all ranks, or ``ranks``, and return at once. Arguments are pickled."""
         home = Path(sys.modules[function.__module__].__file__ or "").parent
         named = (function.__module__, function.__qualname__, str(home))
         self.struck = None
         for rank in range(self.size) if ranks is None else ranks:
             if rank in self._busy or rank in self._dead:
-                raise AssertionError(f"rank {rank} has not ended its last call, or is dead")
+                raise AssertionError(f"rank {rank} is still in its last call, or dead")
             blow = strike if strike is not None and strike.rank == rank else None
             self.children[rank].channel.send({"function": named, "with": encode((args, kwargs, blow))})
             self._busy.add(rank)
 
     def outcomes(self, timeout: float = 60.0, *, ranks: Sequence[int] | None = None) -> list[Outcome]:
-        """The end of the call on each rank that runs one, in order. A rank that is stopped, or
-        sends nothing for ``timeout`` seconds, may be asked again."""
+        """The end of the call on each rank that runs a call, in order of rank. For a rank that is stopped, or
+        sends nothing for ``timeout`` seconds, this may be called again."""
         deadline = time.monotonic() + timeout
         chosen = sorted(self._busy) if ranks is None else ranks
         return [self._outcome(rank, deadline) for rank in chosen]
 
     def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Run on all ranks (or ``ranks=``) and return their results; :class:`FailedError` unless all returned. A
-        rank's warnings are repeated here."""
+        """Run on all ranks, or on ``ranks``, and return the results; raise :class:`FailedError` unless all returned. A
+        rank's warnings are issued again here."""
         self.start(function, *args, **kwargs)
         outcomes = self.outcomes(timeout)
         if any(each.kind != "returned" for each in outcomes):
@@ -212,7 +212,7 @@ class Group:
         return [each.value for each in outcomes]
 
     def heard(self, rank: int, timeout: float = 60.0) -> Any:
-        """The next report of the rank from within its call, by :func:`report`."""
+        """The next value that the rank's call has passed to :func:`report`."""
         if not self._heard[rank]:
             message = self.children[rank].channel.receive(timeout)
             if "heard" not in message:
@@ -221,22 +221,22 @@ class Group:
         return self._heard[rank].pop(0)
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP: all of its threads stop."""
+        """Stop all threads of a rank by SIGSTOP."""
         self.children[rank].stop()
 
     def resume(self, rank: int) -> None:
         self.children[rank].signal(signal.SIGCONT)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill a rank by SIGKILL, and wait until it is gone."""
         self.children[rank].kill()
 
     def kill_store(self) -> None:
-        """SIGKILL the process of the store (a group with ``store="apart"``)."""
+        """Kill the process of the store, in a group with ``store="apart"``."""
         self._store.kill()
 
     def stop_store(self) -> None:
-        """SIGSTOP the process of the store."""
+        """Stop the process of the store by SIGSTOP."""
         self._store.stop()
 
     def resume_store(self) -> None:
@@ -276,7 +276,7 @@ class Group:
             else:
                 self.struck = message["at"]
                 if message["struck"]:
-                    # Its report precedes its stop, so SIGCONT would come too early.
+                    # The rank reports before it stops, so a SIGCONT right after the report would be too early.
                     self.children[rank].until_stopped()
                     return Outcome(rank, "stopped")
 
@@ -298,8 +298,8 @@ class Forge:
         timeout: float = 60.0,
         zygotes: Sequence[zygote.Zygote] | None = None,
     ) -> Iterator[Group]:
-        """``size`` ranks for the ``with`` statement. ``store``: in a separate process, as in torchrun's agent,
-        or in rank 0; ``backend=""``: no process group; ``timeout``: of torch's group and store, in seconds;
+        """A group of ``size`` ranks for the ``with`` statement. ``store``: in a separate process, as in torchrun's
+        agent, or in rank 0; ``backend=""``: no process group; ``timeout``: of torch's group and store, in seconds;
         ``zygotes``: one per rank, for ranks in several network namespaces, which reach the store at ``host``."""
         made = Group(zygotes or [self.zygote] * size, store, host, backend, timeout)
         try:

@@ -1,9 +1,9 @@
 """A file system in user space that buffers writes per handle, like clients of object stores.
 
 ``python -m harness.handle_buffers POINT FAILING`` mounts it at ``POINT``, and ends when it is unmounted. The writes of
-a handle reach its file when that handle is synced, and are lost if it is closed without a sync, as if power had failed
-then. If ``FAILING`` is not empty, a sync of a file whose name ends with it does nothing and reports success, and
-closing a handle that wrote fails with EIO.
+a handle reach the file when the handle is synced, and are lost if it is closed without a sync, as if power had failed
+then. If ``FAILING`` is not empty, a sync of a file whose name ends with it does nothing but succeeds, and
+closing a handle of this file that wrote fails with EIO.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness.in_memory import Handle, Tree, serve
 
 
 class HandleBuffers(Tree):
-    """Buffers writes per handle."""
+    """A file system that buffers writes per handle."""
 
     def __init__(self, failing: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HandleBuffers(Tree):
 
     def close(self, handle: Handle, *, last: bool) -> None:
         if not last and self.fails(handle):
-            raise OSError(errno.EIO, "the store did not take it")
+            raise OSError(errno.EIO, "the store refused the writes")
         handle.written.clear()
 
 

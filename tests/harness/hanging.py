@@ -1,8 +1,8 @@
 """A file system in user space that stops answering chosen requests.
 
 ``python -m harness.hanging POINT`` mounts it at ``POINT``, and ends when it is unmounted. A line on standard input
-names the requests that it does not answer from then on, and optionally the only process that is affected; an
-empty line makes it answer all requests, including the waiting ones.
+names the requests that it leaves unanswered from then on, and optionally the only process that is affected; an
+empty line makes it answer all requests, including those that wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUESTS = {
 
 
 class Hanging(Tree):
-    """Leaves some requests without an answer."""
+    """A file system that leaves some requests unanswered."""
 
     opened = DIRECT | PARALLEL
 

@@ -20,12 +20,12 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 @dataclass
 class Hosts:
-    """One forge on each host. The first has the store of a job."""
+    """A forge on each host. The store of a job is on the first host."""
 
     forges: tuple[groups.Forge, groups.Forge]
 
     def group(self, size: int, **options: Any) -> contextlib.AbstractContextManager[groups.Group]:
-        """A group whose first half of ranks is on the first host, the others on the second."""
+        """A group with the first half of its ranks on the first host and the rest on the second."""
         chosen = [self.forges[rank * 2 // size].zygote for rank in range(size)]
         return self.forges[0].group(size, zygotes=chosen, host=ADDRESSES[0], **options)
 
@@ -38,8 +38,8 @@ def _ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two(hidden: Path | None = None) -> Iterator[Hosts]:
-    """Two hosts for the ``with`` statement. They share all files except ``hidden``: there the second host has its own
-    empty directory."""
+    """Two hosts for the ``with`` statement. They share all files except ``hidden``, for which the second host has its
+    own empty directory."""
     needs.network_namespaces()
     number = next(_numbers)
     spaces = [f"fastckpt-{os.getpid()}-{number}-{name}" for name in NAMES]
@@ -56,6 +56,6 @@ def two(hidden: Path | None = None) -> Iterator[Hosts]:
             hide = f"mount -t tmpfs none '{hidden}' && " if index and hidden is not None else ""
             script = f'echo {name} >/proc/sys/kernel/hostname && {hide}exec "$@"'
             prefix = ("ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", script, "sh")
-            # In a cluster a host's name resolves to its address; here gloo gets the interface instead.
+            # In a cluster, a host's name resolves to its address; here, gloo gets the network interface instead.
             forges.append(undo.enter_context(groups.forge(*prefix, env={"GLOO_SOCKET_IFNAME": "eth0"})))
         yield Hosts((forges[0], forges[1]))

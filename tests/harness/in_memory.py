@@ -1,6 +1,6 @@
-"""A file system in user space with its files in memory: the base of file systems that differ in one respect.
+"""A file system in user space that keeps files in memory: the base of file systems that differ in one respect.
 
-Needs root. One thread answers all requests. The answer to one may go out later, while others are answered.
+Needs root. One thread answers all requests. It may send an answer later, after answers to newer requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOVE = struct.Struct("<QQII")
 (OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, INIT) = (14, 15, 16, 17, 18, 20, 25, 26)
 (OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, CREATE, INTERRUPT, BATCH_FORGET) = (27, 28, 29, 30, 35, 36, 42)
 UNANSWERED = (FORGET, INTERRUPT, BATCH_FORGET)
-# Direct writes of several processes to one file at a time, each with requests of the full length.
+# Several processes may write to one file directly at once, with requests of the full length.
 DIRECT, PARALLEL = 1 << 0, 1 << 6
 LONGEST = 1 << 20
 FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # reads, large writes and direct I/O at the same time; the longest request
@@ -65,19 +65,19 @@ class Handle:
 
 
 class Tree:
-    """The files, and the answers to requests."""
+    """The files, and the handling of requests."""
 
-    # The flags of the answer to each open.
+    # The flags in the reply to each open.
     opened = 0
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self.nodes: dict[int, Node] = {}
         self.handles: dict[int, Handle] = {}
-        # The thread whose request is being answered, and when the answer may go, by time.monotonic.
+        # The thread whose request is being handled, and the time.monotonic() from which the reply may be sent.
         self.thread = 0
         self.ready = 0.0
-        # The time at which all waiting answers may have gone.
+        # From this time on, all waiting replies may be sent.
         self.latest = math.inf
         self.make(stat.S_IFDIR | 0o777, b"/")
 
@@ -111,10 +111,10 @@ class Tree:
         """Make writes durable."""
 
     def close(self, handle: Handle, *, last: bool) -> None:
-        """One of the descriptors of a handle is closed, or the ``last`` one was."""
+        """A descriptor of a handle is being closed; ``last``: all of them are closed now."""
 
     def told(self, line: str) -> str:
-        """The answer to a line from the starting process."""
+        """The reply to a line from the process that started this one."""
         raise NotImplementedError
 
     def forget(self, code: int, number: int, body: memoryview) -> None:
@@ -127,7 +127,7 @@ class Tree:
                 del self.nodes[each]
 
     def answer(self, code: int, number: int, body: memoryview) -> bytes:
-        """The answer to the kernel, after the header."""
+        """The reply to the kernel, without the header."""
         if code in (LOOKUP, UNLINK, RMDIR, MKDIR, CREATE, LINK, RENAME):
             return self.on_names(code, number, body)
         if code == INIT:
@@ -190,7 +190,7 @@ class Tree:
         if code in (FSYNCDIR, RELEASEDIR):
             return b""
         if code not in (READ, READDIR, WRITE, FSYNC, FLUSH, RELEASE):
-            raise OSError(errno.ENOSYS, "not known here")
+            raise OSError(errno.ENOSYS, "this request is not supported")
         which = struct.unpack_from("<Q", body)[0]
         handle = self.handles[which] if code != RELEASE else self.handles.pop(which)
         if code in (READ, READDIR):
@@ -221,7 +221,7 @@ class Tree:
 
 
 def process_of(thread: int) -> int:
-    """The process of a thread. The kernel names the writing thread, and io_uring writes in its own threads."""
+    """The process of a thread: the kernel reports the thread that writes, and io_uring writes in its own threads."""
     status = Path(f"/proc/{thread}/status").read_text(encoding="ascii")
     return int(status.partition("\nTgid:")[2].split()[0])
 

@@ -1,4 +1,4 @@
-"""Private modules of fastckpt that tests read or change: the only file that names those that move."""
+"""Private modules of fastckpt that tests read or change: the only file that names modules which may move."""
 
 import threading
 import time
@@ -45,12 +45,12 @@ def join_saves():
 
 
 def kept_memory(*, staging=False):
-    """The pieces of host memory that are kept for the next snapshots, or for staging from and to devices."""
+    """The pieces of host memory kept for the next snapshots, or for copies from and to devices."""
     return list(host_memory._free_staging if staging else host_memory._free)
 
 
 def waiting_calls():
-    """How many calls wait for a place among the saves in flight."""
+    """The number of calls that wait until fewer saves are in flight."""
     return len(in_flight._waiting)
 
 

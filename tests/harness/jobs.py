@@ -69,7 +69,7 @@ def _report(report: Any) -> dict[str, Any]:
 
 
 def drop_privileges() -> None:
-    """Become user 65534 for good: no group, no capability (setuid from root drops them all)."""
+    """Become user 65534 permanently, without groups and capabilities (setuid from root drops all of these)."""
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
@@ -88,7 +88,7 @@ def round_trips(
     blocked: str | None = None,
     trusted: bool = True,
 ) -> dict[str, Any]:
-    """Save and load several times; returns the reports, the log, and the answer of io_uring_setup here."""
+    """Save and load several times; return the reports, the log, and the result of io_uring_setup here."""
     os.environ.update(env or {})
     if memlock is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -104,7 +104,7 @@ def round_trips(
         reports.append(_report(fastckpt.save(numbered(index, nbytes), path, io=io)))
         loaded = fastckpt.load(path, io=io)
         if which(loaded, nbytes) != index:
-            raise AssertionError("another step came back")
+            raise AssertionError("the load returned another step")
         verified = fastckpt.verify(path, io=io)
         if not verified.ok:
             raise AssertionError(str(verified))
@@ -128,7 +128,7 @@ def diagnose(
     memlock: int | None = None,
     blocked: str | None = None,
 ) -> dict[str, Any]:
-    """The findings of ``fastckpt.tools.doctor`` here, and the answer of io_uring_setup."""
+    """The findings of ``fastckpt.tools.doctor`` here, and the result of io_uring_setup."""
     os.environ.update(env or {})
     if memlock is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -183,7 +183,7 @@ def snapshot_of_floats(
     import torch
 
     state = {"w": torch.zeros(count, 2)[:, 0] if strided else torch.zeros(count)}
-    # The trials of a process's first save are over by then.
+    # After this save, the trials of a process's first save are over.
     fastckpt.save_async({}, path).result(60)
     channel.send({"report": "ready"})
     channel.receive()
@@ -191,7 +191,7 @@ def snapshot_of_floats(
 
 
 def save_changing(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
-    """Save a tensor that each tick changes. The limit makes the save wait, and tick, once its bytes are summed."""
+    """Save a tensor that each tick of the progress changes. The limit makes the save wait, and tick, after summing."""
     import numpy as np
 
     os.environ["FASTCKPT_ZERO_COPY"] = "1"
@@ -219,7 +219,7 @@ def crowded(
     **options: Any,
 ) -> dict[str, Any]:
     """Save and load while the process may start no threads: a tracer refuses them after the command to begin, or,
-    with ``user``, a limit of that user's processes does."""
+    with ``user``, a limit of that user's processes prevents them."""
     state = numbered(7, nbytes)
     path = os.path.join(directory, "step")
     given = grouped(options)
@@ -241,7 +241,7 @@ def crowded(
 
 
 def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int) -> dict[str, Any]:
-    """Write a snapshot from the calling thread, with a niceness for the writing threads."""
+    """Write a snapshot from the calling thread, with this niceness for the writing threads."""
     import numpy as np
 
     memory = np.ones(nbytes, np.uint8)
@@ -276,7 +276,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
     def descriptors() -> list[str]:
         found = []
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
+            with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory is closed
                 found.append(str(Path("/proc/self/fd", name).readlink()))
         return found
 
@@ -310,7 +310,7 @@ def save_loop(
     nbytes: int = 1 << 20,
     **options: Any,
 ) -> None:
-    """Save state after state to one path, and report each before it begins and after it is durable."""
+    """Save state after state to one path, and report each save before its start and after it is durable."""
     for index in range(first, first + step * count, step):
         state = numbered(index, nbytes)
         channel.send({"report": ["begin", index]})
@@ -340,7 +340,7 @@ def save_repeatedly(channel: Channel, *, path: str, count: int, nbytes: int, **o
 
 
 def contend(channel: Channel, *, path: str, first: int, step: int, count: int, nbytes: int, **options: Any) -> Any:
-    """Save to a path to which other processes also save; the end of each save."""
+    """Save to a path to which other processes save, too; return the end of each save."""
     ends = []
     channel.send({"report": "ready"})
     channel.receive()
@@ -352,7 +352,7 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
                 fastckpt.save(state, path, **grouped(options))
             except (OSError, fastckpt.CheckpointError) as error:
                 end = [index, type(error).__name__, str(error)]
-            # A client's cache may hide a rival's checkpoint (FUSE): then the error asks to save again.
+            # With FUSE, a client's cache may hide another saver's checkpoint: then the error asks to save again.
             if "save again" not in end[2]:
                 break
         ends.append(end)
@@ -362,7 +362,7 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
 def load_timed(
     channel: Channel, *, path: str, headroom: int | None = None, operation: str = "load", **options: Any
 ) -> dict[str, Any]:
-    """Load in some way under a cap on address space; time, growth of resident memory, and the end."""
+    """Load in some way under a limit of address space; return the time, the growth of resident memory, and the end."""
     if operation == "device":
         ways.prepare()
     if headroom is not None:
@@ -389,7 +389,7 @@ def load_timed(
 
 
 def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, Any]:
-    """Run a command of ``fastckpt`` on a checkpoint; its status, its time, and the growth of resident memory."""
+    """Run a ``fastckpt`` command on a checkpoint; return its status, its time, and the growth of resident memory."""
     from harness import cli
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -402,7 +402,7 @@ def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, A
 
 
 def _look(operation: str, path: str, nbytes: int) -> Any:
-    """Read a checkpoint in one way; the index of its state, if that way shows it."""
+    """Read a checkpoint in one way; return the index of its state, if that way reveals it."""
     if operation in ("load", "mmap"):
         return which(fastckpt.load(path, io=fastckpt.IO(mmap=operation == "mmap")), nbytes)
     if operation == "open":
@@ -416,7 +416,7 @@ def _look(operation: str, path: str, nbytes: int) -> Any:
 
 
 def look(channel: Channel, *, path: str, operation: str = "load", nbytes: int = SMALL, held: bool = False) -> Any:
-    """Read a checkpoint once, on command if ``held``."""
+    """Read a checkpoint once; with ``held``, wait for the command first."""
     if held:
         channel.send({"report": "ready"})
         channel.receive()
@@ -426,7 +426,7 @@ def look(channel: Channel, *, path: str, operation: str = "load", nbytes: int = 
 def look_until_told(
     channel: Channel, *, path: str, operations: list[str], nbytes: int = SMALL, least: int = 3
 ) -> dict[str, Any]:
-    """Read in every way in turn until the parent's command; the number of successes, and all failures."""
+    """Read in every way in turn until the parent's command; return the number of successes, and all failures."""
     channel.send({"report": "ready"})
     well = dict.fromkeys(operations, 0)
     ill: dict[str, int] = {}
@@ -447,7 +447,7 @@ def look_until_told(
 
 
 def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[list[str]]:
-    """Load several checkpoints in sequence in one process, on command; the end of each in each way."""
+    """Load several checkpoints in one process, on command; return the end of each load in each way."""
     channel.send({"report": "ready"})
     channel.receive()
     ends = []
@@ -464,7 +464,7 @@ def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[l
 
 
 def modes(channel: Channel, *, path: str, umask: int, index: int = 1) -> dict[str, list[int]]:
-    """Save under a umask; mode and group of the directory and of every file."""
+    """Save under a umask; return mode and group of the directory and of every file."""
     os.umask(umask)
     fastckpt.save(
         {"model": numbered(index), "optimizer": numbered(index)}, path, files=fastckpt.Files(shard_size=1 << 19)
@@ -499,7 +499,7 @@ def fork_and_save(channel: Channel, *, directory: str, io: str) -> dict[str, Any
 
 
 def refused(channel: Channel, *, path: str, user: bool = False, index: int = 1, operation: str = "save") -> None:
-    """Try to save (or load) as a user without permission. An asynchronous save is refused at the call."""
+    """Try to save (or load) as a user without permission. An asynchronous save must fail at the call."""
     state = numbered(index)
     call = getattr(fastckpt, operation)
     if user:
@@ -523,15 +523,15 @@ def mutations(
     rotate: bool = False,
 ) -> dict[str, Any]:
     """Load under every mutant of a manifest (a JSON list in a file) in place, in each of the ways ``among``, or in the
-    first and, by turns, another; the end of each, by way, and every violation.
+    first way and, by turns, another; return the end of each load, by way, and every violation.
 
     A mutant under a correct checksum may be a legal checkpoint with another meaning of the same bytes. But
-    it may never return bytes that belong to no tensor of the original, change memory beside a target, or raise
+    a load may never return bytes that belong to no tensor of the original, change memory beside a target, or raise
     an undocumented exception.
     """
     manifest = Path(directory) / "fastckpt.json"
     whole = fastckpt.load(original, framework=framework)
-    # Also the tensors of which a value is made.
+    # Genuine bytes include those of tensors from which a value is made.
     genuine = {*ways.contents([whole, ways.through("open", original)]), b""}
     cases = json.loads(Path(mutants).read_text(encoding="ascii"))
     if "device" in among:
@@ -546,14 +546,14 @@ def mutations(
         manifest.write_bytes(bytes.fromhex(case["bytes"]))
         first, *others = among
         for way in [first, others[number % len(others)]] if rotate else among:
-            # CPU time: the processor may be busy, and the parent limits a hang.
+            # CPU time is measured, because the CPU may be busy; the parent limits a hang.
             start = time.process_time()
             end, fault = _one(way, directory, framework, whole, genuine)
             ways.forget()
             took = (time.process_time() - start) / ways.OPERATIONS.get(way, 1)
             slowest = max(slowest, took)
             if end == "loaded" and not case["sealed"] and way == "load":
-                fault = fault or "loaded something else from under a wrong checksum"
+                fault = fault or "loaded another state despite a wrong checksum"
             if took > seconds:
                 fault = fault or f"took {took:.1f} s"
             if fault:
@@ -564,7 +564,7 @@ def mutations(
 
 
 def _one(way: str, directory: str, framework: str, whole: Any, genuine: set[bytes]) -> tuple[str, str]:
-    """The end of a load in one way, and the violation, if any."""
+    """Load in one way; return the end of the load and the violation, if any."""
     try:
         loaded = ways.through(way, directory, framework=framework, io="threads", threads=1)
     except (OSError, fastckpt.CheckpointError) as error:
@@ -578,12 +578,12 @@ def _one(way: str, directory: str, framework: str, whole: Any, genuine: set[byte
     if way == "verify":
         return "loaded" if loaded.ok else "damage", ""
     if not all(leaf in genuine for leaf in ways.contents(loaded)):
-        return "loaded", "loaded bytes that nobody saved"
+        return "loaded", "loaded bytes that were never saved"
     return "loaded equal" if way == "load" and same(loaded, whole) else "loaded", ""
 
 
 def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
-    """Read the metadata under every mutant of a manifest; the end of each."""
+    """Read the metadata under every mutant of a manifest; return the end of each read."""
     ends = []
     for case in json.loads(Path(mutants).read_text(encoding="ascii")):
         (Path(directory) / "fastckpt.json").write_bytes(bytes.fromhex(case["bytes"]))
@@ -601,12 +601,12 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
 
 #: The imports of a child with which ``import`` examines a file.
 LOOKING = "fastckpt._tensors.torch,fastckpt._tools.convert.pickled,fastckpt._tools.convert.distributed"
-#: The status of a process that lacks even the memory to report it.
+#: The exit status of a process that has no memory left to report its error.
 OUT_OF_MEMORY = 71
 
 
 def look_first(channel: Channel, *, path: str, answer: str, memory: int, seconds: int) -> None:
-    """The work of a child of ``import``, under these limits: it ends the process, with an exception if the child
+    """Do the work of a child of ``import`` under these limits, and end the process, with an exception if the child
     raised one."""
     from fastckpt._tools.convert import pickled
 
@@ -614,7 +614,7 @@ def look_first(channel: Channel, *, path: str, answer: str, memory: int, seconds
     try:
         pickled.look(path, os.open(answer, os.O_WRONLY))
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)  # an answer also needs memory
+        os._exit(OUT_OF_MEMORY)  # a report would need memory, too
 
 
 def _limit_address_space(headroom: int) -> None:

@@ -1,5 +1,5 @@
-"""Sizes and times inside fastckpt that suit real checkpoints: only this file names them, for tests that set a
-smaller one."""
+"""Sizes and times inside fastckpt that suit real checkpoints. Only this file names them, for tests that set
+smaller values."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def _place(what: str) -> tuple[Any, str]:
 
 
 def of(what: str) -> Any:
-    """The size or the time of this name."""
+    """The current value of a size or time."""
     return getattr(*_place(what))
 
 
 def put(what: str, value: Any) -> None:
-    """Set it for the rest of this process."""
+    """Set a size or time for the rest of this process."""
     setattr(*_place(what), value)
 
 
 def lower(patch: Any, what: str, value: Any) -> None:
-    """Have ``patch``, a ``pytest.MonkeyPatch``, set it."""
+    """Set a size or time by ``patch``, a ``pytest.MonkeyPatch``."""
     patch.setattr(*_place(what), value)
 
 
 @contextlib.contextmanager
 def lowered(what: str, value: Any) -> Iterator[None]:
-    """Have it set for the ``with`` statement."""
+    """Set a size or time for the ``with`` statement."""
     before = of(what)
     put(what, value)
     try:

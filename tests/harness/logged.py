@@ -1,4 +1,4 @@
-"""The log of fastckpt, even in a process that a test has started."""
+"""The log of fastckpt, also in processes that a test has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def warnings() -> Iterator[list[str]]:
-    """The warnings and errors that are logged inside; the list is complete at the end."""
+    """A context that yields a list of the warnings and errors logged inside; it is complete at the end."""
     texts: list[str] = []
     heard = BufferingHandler(1 << 20)
     heard.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""``fastckpt import`` first examines a file of torch in a child, whose interpreter takes seconds to import torch."""
+"""Makes ``fastckpt import`` examine files of torch in a fork: an interpreter takes seconds to import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import jobs, limits, points
 
 
 class Subprocess:
-    """The part of the module ``subprocess`` that the command uses."""
+    """A stand-in for the part of the module ``subprocess`` that the command uses."""
 
     DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
 
@@ -21,13 +21,13 @@ class Subprocess:
 
 
 def least() -> dict[str, int]:
-    """The limits of this process, which a test may have lowered."""
+    """The current limits for the child, which a test may have lowered."""
     return {"memory": limits.of("bytes of a look"), "seconds": limits.of("seconds of a look")}
 
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """Inside, the child is a fork of this process, which has imported torch: the same function, under its limits."""
+    """A context in which the child is a fork of this process, with torch, that runs the function under its limits."""
 
     def run(command: list[str], *, pass_fds: list[int], **_: Any) -> subprocess.CompletedProcess[bytes]:
         child = os.fork()
@@ -38,6 +38,6 @@ def forked() -> Iterator[None]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return subprocess.CompletedProcess(command, status, b"", b"")
 
-    # Only the module, not the functions of subprocess that others use.
+    # Only fastckpt's name `subprocess` is replaced, not the functions that others use.
     with points.replaced(points.LOOK, lambda _: Subprocess(run)):
         yield

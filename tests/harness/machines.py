@@ -13,7 +13,7 @@ from harness import needs, strace, zygote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# `sh -c` takes the host's name as $0, a file with the boot id as $1 ("-" keeps it), then the command.
+# `sh -c` takes the host's name as $0, a file with the boot id as $1 ("-": the real boot id), then the command.
 _ENTER = """
 echo "$0" > /proc/sys/kernel/hostname
 [ "$1" = - ] || mount --bind "$1" /proc/sys/kernel/random/boot_id
@@ -30,13 +30,13 @@ def command(host: str, boot: str = "-", *, pids: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def machine(directory: Path, host: str, *, boot: bool = True, pids: bool = True) -> Iterator[zygote.Zygote]:
-    """Children on a machine of that name; ``boot`` gives it its own boot id, ``pids`` a PID namespace."""
+    """Children on a machine of that name; ``boot`` gives it its own boot id, and ``pids`` a PID namespace."""
     needs.root()
     given = "-"
     if boot:
         given = str(directory / f"boot-{uuid.uuid4()}")
         Path(given).write_text(f"{uuid.uuid4()}\n", encoding="ascii")
-    # The monitor's counters would add calls to those at which savers are stopped.
+    # The monitor's counters would add system calls to those at which savers are stopped.
     with zygote.running(*command(host, given, pids=pids), env={"FASTCKPT_TOP": "0"}) as children:
         yield children
 
@@ -53,7 +53,7 @@ def stopped_save(
     **options: Any,
 ) -> Iterator[zygote.Child]:
     """A save that is stopped before its ``when``-th ``call`` (of those that name ``at``) during the ``with`` statement.
-    It continues afterwards, unless it was killed."""
+    The save continues afterwards, unless its process was killed."""
     options = {"index": 1, "nbytes": 1 << 18, "threads": 1, **options}
     child = children.start("save_held", path=str(path), **options)
     child.next(60)
@@ -64,8 +64,8 @@ def stopped_save(
 
 
 def wait_until(what: Any, seconds: float = 60.0) -> None:
-    """Return once ``what()`` is true."""
+    """Wait until ``what()`` is true."""
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the awaited condition did not become true"
         time.sleep(0.01)

@@ -1,8 +1,8 @@
-"""A second implementation of docs/format.md, in plain Python and straight from the document.
+"""A second implementation of docs/format.md, in plain Python and only from the document.
 
 It serves as an oracle (``read``: every byte of a checkpoint against every checksum, sharing no code with the core) and
-as a forger (``seal``: any body under a correct prefix, so that a test reaches the code behind the checksum). The sum
-of much data comes from a library; a test compares it with the definition.
+as a forger (``seal``: any body under a correct prefix, so that a test reaches the code behind the checksum). The
+checksum of much data comes from a library, which a test compares with the definition.
 """
 
 # ruff: noqa: PTH208, TC003 - names as the directory has them
@@ -20,7 +20,7 @@ from typing import Any
 
 try:
     import anycrc  # type: ignore[import-untyped]
-except ImportError:  # scripts/gpu installs nothing
+except ImportError:  # scripts/gpu installs no packages
     anycrc = None
 
 NAME = "fastckpt.json"
@@ -28,7 +28,7 @@ PREFIX = len(b'{"fastckpt":1,"crc64nvme":"0123456789abcdef",\n')
 POLYNOMIAL_REFLECTED = int(f"{0xAD93D23594C93659:064b}"[::-1], 2)
 ALL_ONES = (1 << 64) - 1
 
-# Section 2.3: what safetensors can name, with bits an element (F4 and the F6 pair are packed below a byte).
+# Section 2.3: the dtypes of safetensors, with bits per element (F4 and both F6 types are smaller than a byte).
 DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -66,20 +66,20 @@ def _table() -> tuple[int, ...]:
 
 
 TABLE = _table()
-#: For more bytes, a byte at a time (10 MB/s) takes too long for a test.
+#: For more bytes, the sum of one byte at a time (10 MB/s) takes too long for a test.
 MUCH = 4096
 _library = anycrc and anycrc.Model("CRC64-NVME")
 
 
 def crc64(data: bytes, value: int = 0) -> int:
-    """CRC-64/NVME of bytes with the sum ``value``, followed by ``data``."""
+    """CRC-64/NVME of ``data`` after bytes whose checksum is ``value``."""
     if _library is None or len(data) < MUCH:
         return crc64_by_definition(data, value)
     return int(_library.calc(data, value))
 
 
 def crc64_by_definition(data: bytes, value: int = 0) -> int:
-    """CRC-64/NVME, one byte at a time: slow, short, and clearly the definition."""
+    """CRC-64/NVME by its definition, one byte at a time, and slow."""
     table = TABLE
     value ^= ALL_ONES
     for byte in data:
@@ -102,7 +102,7 @@ def seal(body: dict[str, Any] | bytes, *, version: str = "1", crc: str | None = 
 
 
 def body_of(checkpoint: Path) -> dict[str, Any]:
-    """The members of a checkpoint's manifest, unchecked."""
+    """The members of a checkpoint's manifest, without checks."""
     loaded = json.loads((checkpoint / NAME).read_bytes())
     return {key: value for key, value in loaded.items() if key not in ("fastckpt", "crc64nvme")}
 
@@ -130,7 +130,7 @@ def shard_bytes(tensors: list[tuple[str, str, list[int], bytes]], *, pad_to: int
 
 
 def extents(offset: int, length: int, block_size: int) -> list[tuple[int, int]]:
-    """Section 2.2: the byte ranges, in the file, of the extents of a tensor."""
+    """The byte ranges in the file of a tensor's extents, by section 2.2."""
     ranges = []
     end = offset + length
     while offset < end:
@@ -143,7 +143,7 @@ def extents(offset: int, length: int, block_size: int) -> list[tuple[int, int]]:
 def minimal(
     directory: Path, tensors: list[tuple[str, str, list[int], bytes]], *, block_size: int = 4096
 ) -> dict[str, Any]:
-    """Write a whole checkpoint by hand, the state a dict of name to numpy array; return the manifest's body."""
+    """Write a whole checkpoint by hand, with a dict of arrays as its state; return the manifest's body."""
     directory.mkdir()
     data, begin = shard_bytes(tensors)
     (directory / "model.safetensors").write_bytes(data)
@@ -254,7 +254,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read(checkpoint: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint, after a comparison of every byte of every file with every checksum and rule."""
+    """Every tensor of a checkpoint, after a check of every byte of every file against every checksum and rule."""
     body = read_manifest(checkpoint)
     block_size = body["block_size"]
     _need(block_size % 4096 == 0 and 4096 <= block_size <= 1 << 30, f"block_size {block_size}")
@@ -311,7 +311,7 @@ def read(checkpoint: Path) -> dict[str, Stored]:
         for start, stop in sorted(ranges):
             _need(start in (at, stop), f"{name}: hole or overlap at {at}")
             at = max(at, stop)
-        _need(at == len(data), f"{name}: bytes after {at} belong to nobody")
+        _need(at == len(data), f"{name}: bytes after {at} belong to no tensor")
     _read_index(checkpoint, stored, {shard["file"]: shard.get("prefix", "") for shard in body["shards"]})
     return stored
 
@@ -331,8 +331,8 @@ def listing(directory: Path) -> list[str]:
 
 
 def lock(directory: Path) -> int:
-    """Hold the lock of a living writer until the descriptor is closed: an open file description's lock on one byte."""
+    """Hold the lock of a living writer, on one byte of the open file description, until the descriptor is closed."""
     fd = os.open(directory / NAME, os.O_WRONLY)
-    # struct flock: type, whence, start, length, pid.
+    # The fields of struct flock: type, whence, start, length, pid.
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
     return fd

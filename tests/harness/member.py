@@ -1,4 +1,4 @@
-"""One rank of :mod:`harness.groups` in its process: it joins, then runs call after call."""
+"""One rank of :mod:`harness.groups` in its process, which joins the group and then runs call after call."""
 
 # ruff: noqa: BLE001, TC001 - the parent judges every exception; types by name
 
@@ -27,7 +27,7 @@ from harness import groups, points
 from harness.groups import decode, encode
 from harness.zygote import Channel
 
-# The imports of the first save, FSDP, tensor parallelism and DCP, a second or more: once, before the forks.
+# Imports of the first save, FSDP, tensor parallelism and DCP take a second or more, so they precede the forks.
 for late in (
     "encodings.idna",
     "fastckpt.dcp",
@@ -65,7 +65,7 @@ def serve(
     to another rank, or is ``apart`` from all ranks."""
     groups.here = channel
     _die_with_parent()
-    faulthandler.enable()  # its stack, in the captured output of a failed test
+    faulthandler.enable()  # prints its stack into the captured output of a failed test
     torch.set_num_threads(1)
     master = port == 0
     client = dist.TCPStore(
@@ -73,7 +73,7 @@ def serve(
     )
     if master:
         channel.send({"report": client.port})
-    # The variables of torchrun, with which a program's `init_process_group("gloo")` joins.
+    # torchrun's variables, by which a program's `init_process_group("gloo")` joins the group.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -83,7 +83,7 @@ def serve(
         TORCHELASTIC_USE_AGENT_STORE=str(apart),
     )
     if backend:
-        # Torch adds its own prefix to the keys.
+        # Torch adds a prefix of its own to the keys.
         dist.init_process_group(backend, store=client, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     channel.send({"report": "joined"})
     while True:
@@ -95,14 +95,14 @@ def serve(
 
 
 def _call(channel: Channel, module: str, name: str, folder: str, given: str) -> dict[str, Any]:
-    # By a clock that all processes of a machine share.
+    # All processes of a machine share this clock.
     began = time.monotonic()
     answer: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         undo = None
         try:
-            # Arguments may also come from the test's module.
+            # Arguments may be objects of the test's module, too.
             if folder not in sys.path:
                 sys.path.append(folder)
             args, kwargs, strike = decode(given)
@@ -130,7 +130,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     except Exception:
         kept = None
     failures = getattr(error, "failures", ())
-    if not isinstance(failures, tuple):  # an exception of torch has a dict of that name
+    if not isinstance(failures, tuple):  # torch has an exception with a dict of that name
         failures = ()
     return {
         "kind": type(error).__name__,
@@ -145,7 +145,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
-    """Put the fault in the way of its call; returns the function that removes it."""
+    """Make the struck call run the fault; return the function that undoes this."""
     if strike is None:
         return None
     left = [strike.nth]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import needs
 
-# The least that each mkfs of Debian 12 accepts without special flags, with room for a few small checkpoints.
+# Sizes that each mkfs of Debian 12 accepts without special flags, with room for a few small checkpoints.
 SIZES = {"ext4": 64 << 20, "xfs": 320 << 20, "btrfs": 160 << 20}
 MKFS = {
     "ext4": (["mkfs.ext4", "-q", "-F", "-b", "4096"], "e2fsprogs"),
@@ -40,7 +40,7 @@ def _mounted(base: Path, *arguments: str) -> Iterator[Path]:
     try:
         yield point
     finally:
-        # Lazily when busy: a failed test may have left a process inside, but must not leave the mount.
+        # A busy mount is detached lazily: a failed test may leave a process inside, but no mount.
         if subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode != 0:
             _run("umount", "-l", str(point))
 
@@ -110,7 +110,7 @@ def twins() -> Iterator[tuple[Path, Path]]:
 
 @contextlib.contextmanager
 def unanswering(point: Path) -> Iterator[None]:
-    """Stop the process behind a mount of the kind ``fuse`` for a while, so that requests wait."""
+    """Stop the process behind a ``fuse`` mount during the ``with`` statement, so that requests wait."""
     behind = [
         int(process.name)
         for process in Path("/proc").iterdir()
@@ -129,7 +129,7 @@ def unanswering(point: Path) -> Iterator[None]:
 def _command(process: Path) -> bytes:
     try:
         return (process / "cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return b""
 
 
@@ -154,14 +154,14 @@ def _in_memory(module: str, *arguments: str) -> Iterator[tuple[Path, subprocess.
 
 @contextlib.contextmanager
 def handle_buffers(failing: str = "") -> Iterator[Path]:
-    """A FUSE mount that buffers writes per handle: see the module of that name."""
+    """A FUSE mount that buffers writes per handle: see :mod:`harness.handle_buffers`."""
     with _in_memory("handle_buffers", failing) as (point, _):
         yield point
 
 
 @contextlib.contextmanager
 def hanging() -> Iterator[tuple[Path, Callable[..., None]]]:
-    """A FUSE mount, and a function that names the requests to leave unanswered; without any, it answers again."""
+    """A FUSE mount and a function that names the requests to leave unanswered; without names, all are answered."""
     with _in_memory("hanging") as (point, daemon):
 
         def hang(*requests: str) -> None:
@@ -181,7 +181,7 @@ def hanging() -> Iterator[tuple[Path, Callable[..., None]]]:
 def extent_locks(
     *, extent: int = 4 << 20, grant: float = 0.01, latency: float = 0.0
 ) -> Iterator[tuple[Path, Callable[[], dict[str, list[int]]]]]:
-    """A FUSE mount that locks extents for writers, and its counts so far: see the module of that name."""
+    """A FUSE mount that locks extents for writers, and its counts so far: see :mod:`harness.extent_locks`."""
     with _in_memory("extent_locks", str(extent), str(grant), str(latency)) as (point, daemon):
 
         def counted() -> dict[str, list[int]]:
@@ -197,7 +197,7 @@ def extent_locks(
 
 @contextlib.contextmanager
 def read_only(point: Path) -> Iterator[None]:
-    """Remount read-only for a while."""
+    """Remount read-only during the ``with`` statement."""
     _run("mount", "-o", "remount,ro", str(point))
     try:
         yield

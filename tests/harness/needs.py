@@ -1,5 +1,5 @@
-"""The requirements of tests on the machine. An unmet requirement skips with a message, and fails if ``CI=true``:
-a silent gap is a bug."""
+"""What tests require of the machine. An unmet requirement skips the test with a message, but fails if ``CI=true``:
+a silent gap in CI is a bug."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CAP_SYS_ADMIN = 21
 
 
 def missing(what: str) -> None:
-    """Skip with a reason; fail instead in CI, which promises to have everything."""
+    """Skip with a reason, but fail in CI, which must have everything."""
     if os.environ.get("CI") == "true":
-        pytest.fail(f"CI must provide this, and does not: {what}")
+        pytest.fail(f"CI must provide this: {what}")
     pytest.skip(f"NOT TESTED HERE: {what}", allow_module_level=True)
 
 
 def root() -> None:
-    """Require a root that may mount: a container's root without CAP_SYS_ADMIN counts as an ordinary user."""
+    """Require root with CAP_SYS_ADMIN, which may mount: a container's root without it counts as an ordinary user."""
     if os.geteuid() != 0:
         missing("needs root (mounts, loop devices, other user ids)")
     if not _capable(CAP_SYS_ADMIN):
@@ -50,14 +50,14 @@ def locked_memory() -> None:
 
 
 def ring() -> None:
-    """Require a kernel that gives this process an io_uring."""
+    """Require that this process may set up an io_uring."""
     refused = seccomp.setup_errno()
     if refused:
         missing(f"needs io_uring ({os.strerror(refused)}: seccomp, a sysctl, or `ulimit -l`)")
 
 
 def linux(version: tuple[int, int], what: str) -> None:
-    """Require a kernel of at least ``version``, which has ``what``."""
+    """Require a kernel of at least ``version``, the first with the feature ``what``."""
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < version:
         missing(f"needs Linux {version[0]}.{version[1]} ({what})")
 
@@ -81,16 +81,16 @@ def _capable(capability: int) -> bool:
 
 
 def tool(name: str, package: str) -> str:
-    """The path of a program, or a skip that names its package."""
+    """The path of a program; without the program, skip and name its package."""
     found = shutil.which(name)
     if found is None:
         missing(f"needs the program {name} (apt-get install {package})")
-        raise AssertionError  # missing() has raised already
+        raise AssertionError  # never reached: missing() raises
     return found
 
 
 def package(name: str) -> Any:
-    """The module of a package, or a skip with a message."""
+    """The module of a package; without the package, skip and name it."""
     try:
         return importlib.import_module(name)
     except ImportError:

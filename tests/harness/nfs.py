@@ -1,7 +1,7 @@
 """A real NFSv4.2 server with two clients, in a user-mode Linux: an ordinary process that needs no privileges here.
 
-Its root is this machine's, read-only; ``uml/init.py`` is its first process, makes the server and mounts it twice, at
-``/run/a`` and ``/run/b``. ``uml/fetch`` downloads what it needs. It has one processor and boots in about three seconds.
+Its root file system is this machine's, read-only. Its first process, ``uml/init.py``, starts the server and mounts it
+at ``/run/a`` and ``/run/b``. ``uml/fetch`` downloads its programs. It has one CPU and boots in about three seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DISK = 512 << 20
 
 
 def require() -> Path:
-    """The directory of the programs, or a skip with a message."""
+    """The directory of the programs; without them, skip and name the command that fetches them."""
     if not (UNPACKED / "whole").exists() or not (UNPACKED / "xstate.so").exists():
         needs.missing("needs user-mode Linux and an NFS server (run tests/harness/uml/fetch)")
     needs.tool("mkfs.ext4", "e2fsprogs")
@@ -41,7 +41,7 @@ def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
         with disk.open("wb") as file:
             file.truncate(DISK)
         subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)
-        # Not on the kernel's command line, which is short and to which the kernel adds.
+        # The kernel's command line is short, and the kernel adds to it, so a file passes the command.
         (out / "program").write_text(json.dumps([str(program), *arguments]), encoding="utf-8")
         command = [
             *("timeout", "--signal=KILL", str(seconds), str(programs / "usr/bin/linux.uml")),
@@ -54,7 +54,7 @@ def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
             **{key: value for key, value in os.environ.items() if not key.startswith("FASTCKPT_")},
             "LD_PRELOAD": str(programs / "xstate.so"),
         }
-        # In a separate session, which `timeout` ends as a whole: each of its processes is one of this machine's.
+        # A separate session, which `timeout` ends as a whole, because each process inside is a process of this machine.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=variables, check=False, start_new_session=True
         )

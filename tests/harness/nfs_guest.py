@@ -1,4 +1,4 @@
-"""The program inside (see :mod:`harness.nfs`): the scenarios of a module, each in its own directory."""
+"""The program inside the user-mode Linux (see :mod:`harness.nfs`): runs a module's scenarios, each in a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness import machines, nfs, zygote
 
 
 class Pair:
-    """Two machines: ``node-a`` and ``node-b``, or two that share a name."""
+    """Two machines: ``node-a`` and ``node-b``, or two with the same name."""
 
     def __init__(self, logs: Path, host: str) -> None:
         self.logs, self.names = logs, [host, host] if host else ["node-a", "node-b"]
@@ -28,7 +28,7 @@ class Pair:
         return [self.running.enter_context(machines.machine(self.logs, name)) for name in self.names]
 
     def replace(self) -> None:
-        """Close a machine: a failed scenario may have left a process that does not answer."""
+        """Replace the machines: a failed scenario may have left a process that does not answer."""
         with contextlib.suppress(Exception):
             self.running.close()
         self.children = self._start()
@@ -45,7 +45,7 @@ def main(module: str, names: list[str]) -> None:
         try:
             directories = [client / name.replace(":", "-") for client in nfs.CLIENTS]
             directories[0].mkdir()
-            # The other client's cache may lack it for a while.
+            # The other client's cache may lack the directory for a while.
             machines.wait_until(directories[1].is_dir)
             getattr(scenarios, scenario)(*zip(pairs[host].children, directories, strict=True), logs)
         except BaseException:  # noqa: BLE001 - whatever it was, the test outside is told
@@ -61,6 +61,6 @@ def say(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # The counters of the monitor belong to no scenario.
+    # No scenario needs the monitor's counters.
     os.environ["FASTCKPT_TOP"] = "0"
     main(sys.argv[1], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""An SDK of OpenTelemetry in memory, and its records."""
+"""An OpenTelemetry SDK in memory, and its records."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Sdk:
 
     @staticmethod
     def take(tracer, meter):
-        """Export the work of this process to it from here on."""
+        """Export the work of this process to this SDK from now on."""
         open_telemetry._exporter = open_telemetry.Exporter(tracer, meter)
 
     def close(self):
-        """Shut it down."""
+        """Shut the SDK down."""
         self.provider.shutdown()
         self.meters.shutdown()
 
     def spans(self):
-        """Our spans by name; each name must occur once."""
+        """The spans of fastckpt by name; each name must occur once."""
         found = [span for span in self.kept.get_finished_spans() if span.name.startswith(("fastckpt.", "megatron."))]
         named = {span.name: span for span in found}
         assert len(named) == len(found)
@@ -54,13 +54,13 @@ class Sdk:
 
 
 def parent(span):
-    """The number of its parent, or None."""
+    """The id of the span's parent, or None."""
     return span.parent.span_id if span.parent else None
 
 
 @contextlib.contextmanager
 def listening():
-    """An SDK that gets the work of this process during the ``with`` statement, as if for the first time."""
+    """An SDK that records the work of this process during the ``with`` statement, as if none had been set before."""
     before, export._told = (open_telemetry._exporter, export._told), False
     made = Sdk()
     try:
@@ -71,7 +71,7 @@ def listening():
 
 
 def forget_failures():
-    """Drop failures of asynchronous saves whose results were not read."""
+    """Discard the failures of asynchronous saves whose results were never read."""
     while True:
         with contextlib.suppress(OSError, fastckpt.CheckpointError):
             fastckpt.background.drain(60)

@@ -21,7 +21,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same options in their records: ``io=``, ``files=``, ``registry=`` and ``ranks=``.
 
     Args:
-        options: options by name; a record or its short form is also possible.
+        options: options by name; a whole record or its short form is accepted, too.
     """
     made = {name: value for name, value in options.items() if not any(name in known for known in _RECORDS.values())}
     for argument, known in _RECORDS.items():
@@ -38,6 +38,6 @@ def _made(argument: str, short: Any, found: dict[str, Any]) -> Any:
         return fastckpt.Registry(**found)
     record: Any = {"io": fastckpt.IO, "files": fastckpt.Files}.get(argument)
     if record is None:
-        # It imports torch.
+        # fastckpt.distributed imports torch.
         record = fastckpt.distributed.Ranks
     return record(**found) if short is None else record(short, **found)

@@ -1,4 +1,4 @@
-"""The programs on the pages of the documents."""
+"""The programs in the documents."""
 
 from __future__ import annotations
 

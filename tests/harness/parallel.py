@@ -1,7 +1,7 @@
-"""States of one small training job, spread over ranks in every way.
+"""The states of one small training job, spread over ranks in every way.
 
-The model is a transformer with odd sizes and tied weights, the optimizer Adam after two steps. The values are those of
-one process in every topology, to the last bit: so the checkpoints of all of them must be the same bytes.
+The model is a transformer with odd sizes and tied weights; the optimizer is Adam after two steps. In every topology,
+the values are those of one process, to the last bit, so the checkpoints of all topologies must be the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from harness import needs
 
-# FSDP of torch 2.6 refuses to cut tensors that tensor parallelism has cut unequally.
+# FSDP of torch 2.6 refuses to shard tensors that tensor parallelism has divided unequally.
 VOCABULARY = 61 if needs.torch_at_least(2, 7) else 64
 WIDTH, INNER, BLOCKS = 24, 52, 2
 #: The moments of Adam.
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks and a head. With ``stage`` it is one half of a pipeline, with the keys of the whole."""
+    """Embedding, layers and a head. With ``stage``, one half of a pipeline, with the keys of the whole model."""
 
     def __init__(self, *, tied: bool = True, stage: int | None = None, scale: int = 1) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def _reference(tied: bool, scale: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trained values of one process: those of the model, and those of the optimizer."""
+    """The trained values of the model and of the optimizer, as one process trains them."""
     threads = torch.get_num_threads()
     torch.manual_seed(20)
     # The order of sums must not depend on the machine.
@@ -106,7 +106,7 @@ def _reference(tied: bool, scale: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
-    """A DTensor from values that all ranks have: no rank sends it."""
+    """A DTensor from values that all ranks have, without communication."""
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     local = whole
@@ -118,7 +118,7 @@ def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]
 
 
 def reference(*, tied: bool = True, scale: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of the trained values of one process: model, optimizer."""
+    """A copy of the model and the optimizer of one process, with trained values."""
     return copy.deepcopy(_reference(tied, scale))
 
 
@@ -139,7 +139,7 @@ def _hsdp(model: Model) -> nn.Module:
 
 
 def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Rows of ``up``, columns of ``down``, rows of the tied embedding and head."""
+    """Apply tensor parallelism: rows of ``up``, columns of ``down``, rows of the tied embedding and head."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     tied = model.head.weight is model.embed.weight
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -149,7 +149,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
 
     parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
     if tied:
-        # The two share their rows; the plan of a head gives the same placement.
+        # The two layers share their rows, and the plan for the head gives the same placement.
         model.head.weight = model.embed.weight
         parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         model.head.weight = model.embed.weight
@@ -167,7 +167,7 @@ def _replicas(model: Model) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-# How many ranks each needs: None for any number.
+# How each topology is made, and how many ranks it needs (None: any number).
 TOPOLOGIES: dict[str, tuple[Callable[[Model], nn.Module], int | None]] = {
     "single": (_alone, 1),
     "ddp": (_replicas, None),
@@ -180,8 +180,8 @@ TOPOLOGIES: dict[str, tuple[Callable[[Model], nn.Module], int | None]] = {
 
 
 def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = True) -> tuple[nn.Module, Any]:
-    """Model and optimizer of this rank: with the values of :func:`reference`, or with others to load over
-    (``trained=False``). Only the pipeline cannot tie the weights of its two stages."""
+    """Model and optimizer of this rank, with the values of :func:`reference`, or with other values for a load to
+    replace (``trained=False``). Only the pipeline cannot tie the weights of its two stages."""
     stage = dist.get_rank() if topology == "pipeline" else None
     tied = tied and stage is None
     values, moments = reference(tied=tied, scale=scale)
@@ -194,7 +194,7 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
 
     model = spread(values) if trained else spread({})
     optimizer = adam(model)
-    # As after a step with zero gradients, for which each process would work out the spread of each operation anew.
+    # Moments as after a step with zero gradients. In a real step, each process would plan each operation's spread anew.
     for parameter in model.parameters():
         moments_of = {name: torch.zeros_like(parameter) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments_of}
@@ -207,7 +207,7 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
 
 
 def state(topology: str, **options: Any) -> dict[str, Any]:
-    """The state of training: ``get_state_dict`` of model and optimizer, and a few values."""
+    """The state of training: ``get_state_dict`` of model and optimizer, and a few other values."""
     model, optimizer = build(topology, **options)
     return state_of(model, optimizer)
 

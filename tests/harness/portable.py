@@ -1,6 +1,6 @@
-"""Has fastckpt in this process read with the portable reader, as on a laptop, and save with the compiled core.
+"""Makes fastckpt in this process read with the portable reader, as on a laptop, and save with the compiled core.
 
-``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs such tests of reading.
+``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests in this way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OTHERS = {
 
 
 class Finder:
-    """Finds the Python module in place of the compiled one, as if that were missing."""
+    """Finds the Python module in place of the compiled core, as if the core were missing."""
 
     @staticmethod
     def find_spec(name, path, _target=None):

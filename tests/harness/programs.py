@@ -1,6 +1,6 @@
-"""Python programs, run by forked children: their imports of torch, which take seconds, are done already.
+"""Runs Python programs in forks of a process that has imported torch, which takes seconds.
 
-Each file that uses this also has a test that starts a program like a user.
+Each file that uses this module has a test that starts a program as a user does, too.
 """
 
 # ruff: noqa: BLE001 - every exception of a program is part of its result
@@ -34,7 +34,7 @@ def run(
     forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command``, a script and its arguments, to its end, like ``subprocess.run`` with ``capture_output`` in
-    an interpreter; its output is text, with each carriage return. ``forks``: processes that it spawns with
+    an interpreter. The output is text that keeps carriage returns. ``forks``: processes that the program spawns with
     multiprocessing are forked."""
     arguments = list(map(str, command))
     with tempfile.TemporaryDirectory(prefix="fastckpt-program-") as said:
@@ -55,7 +55,7 @@ def run(
 
 
 def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: str, said: str, forks: bool) -> int:
-    """Be that program; its exit status."""
+    """Run the program in this process, and return its exit status."""
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(said, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
@@ -63,7 +63,7 @@ def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: st
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    # The filters of an interpreter without options.
+    # Warning filters as in an interpreter without options.
     sys.warnoptions.clear()
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -75,7 +75,7 @@ def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: st
     try:
         status = _status_of(arguments[0])
     finally:
-        # The steps at an interpreter's end.
+        # The steps that an interpreter takes at its end.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -98,7 +98,7 @@ def _status_of(script: str) -> int:
 
 
 class _Forking(multiprocessing.context.ForkContext):
-    """Gives a child only its own ends of pipes, like a spawned one, so that children see the parent close one."""
+    """Leaves a child only its own ends of pipes, like spawning, so that it notices when the parent closes a pipe."""
 
     def Pipe(self, duplex: bool = True) -> Any:  # noqa: N802 - multiprocessing's name
         ours, theirs = super().Pipe(duplex)

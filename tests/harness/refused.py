@@ -1,4 +1,4 @@
-"""Run a command on a machine that refuses calls: ``python -m harness.refused EPERM|ENOSYS|user -- command ...``.
+"""Run a command as on a machine that refuses calls: ``python -m harness.refused EPERM|ENOSYS|user -- command ...``.
 
 ``EPERM`` and ``ENOSYS``: io_uring_setup returns that error, as under a container's profile. ``user``: an ordinary user
 without capabilities, with RLIMIT_MEMLOCK 0 and a read-only home, made by a user namespace. This user may still read

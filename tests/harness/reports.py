@@ -1,4 +1,4 @@
-"""The report of a load, beside its state."""
+"""Loads that return the report together with the state."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from harness.options import grouped
 
 
 class Loaded(NamedTuple):
-    """A state and the report of its load."""
+    """A loaded state and the report of the load."""
 
     state: Any
     report: Any

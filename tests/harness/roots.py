@@ -1,7 +1,7 @@
-"""Root file systems like those of slim training images: pinned packages of Ubuntu, unpacked and not installed.
+"""Root file systems like those of slim training images: pinned Ubuntu packages, unpacked without installation.
 
-``tests/data/root-NAME.txt`` lists them, each with its SHA-256. They are of the suite itself, which never changes after
-its release, not of its updates, so the list stays valid, and needs no index and no keys. A root is made once and kept
+``tests/data/root-NAME.txt`` lists the packages with their SHA-256. They are from a release itself, which never changes,
+not from its updates, so the list stays valid, and needs no index and no keys. A root is made once and kept
 in ``target/roots``, or below FASTCKPT_TEST_ROOTS.
 """
 
@@ -42,7 +42,7 @@ def store() -> Path:
     return Path(os.environ.get("FASTCKPT_TEST_ROOTS") or TOP / "target" / "roots")
 
 
-#: The source of CPython in Ubuntu's package, for roots that are older than it.
+#: Ubuntu's source package of CPython, for roots that are older than this CPython.
 SOURCE = (
     "pool/main/p/python3.10/python3.10_3.10.4.orig.tar.xz",
     "80bf925f571da436b35210886cf79f6eb5fa5d6c571316b73568343451f77a19",
@@ -57,7 +57,7 @@ BUILD = (
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock beside ``path``, because several processes of one test run need the same root."""
+    """Hold a lock beside ``path``, because several processes of a test run need the same root."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -79,13 +79,13 @@ def root(name: str) -> Path:
         if not mark.exists() or mark.read_text(encoding="ascii") != version:
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
-            made.chmod(0o755)  # despite the umask: users enter it
+            made.chmod(0o755)  # despite the umask, so that users can enter it
             with tempfile.TemporaryDirectory(dir=store()) as packages:
                 _unpack(listed, Path(packages), made)
             for point in POINTS:
                 (made / point).mkdir(exist_ok=True)
                 (made / point).chmod(0o755)
-            # The needed part of the maintainers' scripts.
+            # What the tests need of the packages' installation scripts.
             if not (made / "bin" / "sh").exists():
                 (made / "bin" / "sh").symlink_to("dash")
             for name, line in (("passwd", "root:x:0:0:root:/root:/bin/sh"), ("group", "root:x:0:")):
@@ -96,7 +96,7 @@ def root(name: str) -> Path:
 
 
 def oldest() -> Path:
-    """Ubuntu 18.04 with a CPython 3.10 that is built there, with its own compiler, in another root. Takes minutes."""
+    """Ubuntu 18.04 with a CPython 3.10 that its own compiler builds in another root, which takes minutes."""
     made = store() / "oldest"
     mark = made / ".made"
     parts = [(LISTS / f"root-{name}.txt").read_text(encoding="ascii") for name in ("bionic", "bionic-build")]

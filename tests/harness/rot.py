@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def rot(path: Path, at: int) -> None:
-    """Flip a bit of the byte at ``at`` without a change of the file's times. A second call restores it."""
+    """Flip a bit of the byte at ``at`` and keep the file's times. A second call restores the byte."""
     about = path.stat()
     with path.open("r+b") as file:
         file.seek(at)

@@ -1,4 +1,4 @@
-"""A server of S3 on loopback (moto's), and the environment variables for it."""
+"""moto's S3 server on the loopback, and the environment variables for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import pytest
 
 BUCKET = "bucket"
-#: Variables that the environment of the test run may have.
+#: Prefixes of variables that the environment of the test run may have.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_")
 
 
@@ -19,7 +19,7 @@ class Server:
     Attributes:
         url: its endpoint.
         requests: the method, the path and the headers of each request since :meth:`forget`.
-        refuse: called with the method and the path; returns the status of a refusal, or None.
+        refuse: a function of the method and the path that returns the status of a refusal, or None.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Server:
         self.forget()
 
     def forget(self):
-        """Forget all requests, and refuse nothing."""
+        """Forget all requests, and refuse no more."""
         self.requests = []
         self.refuse = lambda _method, _path: None
 
@@ -46,14 +46,14 @@ class Server:
         status = self.refuse(method, path)
         if status is None:
             return self._app(environ, start)
-        # Read all of the request, which the client may still be sending.
+        # Read the whole request, which the client may still be sending.
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(status, [("Content-Type", "application/xml")])
         code = status.split(" ", 1)[1].replace(" ", "")
         return [f"<Error><Code>{code}</Code><Message>as the test says</Message></Error>".encode()]
 
     def client(self):
-        """A client by other authors."""
+        """A client of other authors: boto3's."""
         import boto3
 
         return boto3.client(
@@ -114,14 +114,14 @@ def s3(s3_server, monkeypatch):
 
 
 def objects(url):
-    """The objects below a URL, of S3 or of this process's memory, to look at and to change."""
+    """The objects below a URL, in S3 or in this process's memory, for tests to read and change."""
     from fastckpt._stores.objects import Objects
 
     return Objects.at("test", url)
 
 
 def put(directory, url):
-    """The files of a directory as objects below ``url``, manifest last, with their sums."""
+    """Store the files of a directory as objects below ``url``, the manifest last, with their checksums."""
     from fastckpt import _crc64
 
     there = objects(url)

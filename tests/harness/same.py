@@ -18,7 +18,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     raw = tensor if tensor.dtype.itemsize == 16 else tensor.view(_RAW[tensor.dtype.itemsize])
     if not raw.numel():
         return b""
-    # A clone: a single element that is contiguous may have any stride.
+    # A clone has usual strides: a contiguous tensor of one element may have any stride.
     flat = raw.clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
@@ -58,7 +58,7 @@ def _leaf(left: Any, right: Any) -> bool:
 
 
 def same(left: Any, right: Any) -> bool:
-    # A loop, because states nest deeper than Python recurses.
+    # The comparison is a loop, because states nest deeper than Python recurses.
     todo = [(left, right)]
     while todo:
         left, right = todo.pop()

@@ -1,6 +1,6 @@
 """Make io_uring_setup return an error, with a real seccomp filter, like Docker's default profile.
 
-As a program: ``python -m harness.seccomp EPERM -- command ...``. In a process: ``install("ENOSYS")``. ``EPERM:all``
+Run ``python -m harness.seccomp EPERM -- command ...``, or call ``install("ENOSYS")`` in a process. ``EPERM:all``
 also refuses the two other calls of io_uring, like the profiles of containers; ``ENOSYS:statx`` refuses only statx,
 like older profiles. An error can be replaced by the path of a JSON profile for container runtimes.
 Threads and children inherit the filter, and nothing can remove it.
@@ -30,7 +30,7 @@ SECCOMP_RET_ALLOW = 0x7FFF_0000
 BPF_LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
 BPF_JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 BPF_RETURN = 0x06  # BPF_RET | BPF_K
-# The same numbers on every architecture: they are younger than the common table.
+# These calls have the same numbers on every architecture, because they are newer than the common table.
 CALLS = IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER = 425, 426, 427
 STATX = {"x86_64": 332, "aarch64": 291}
 # Offsets in struct seccomp_data: the call's number, and the architecture.
@@ -64,7 +64,7 @@ def program(error: int, calls: Sequence[int] = (IO_URING_SETUP,)) -> bytes:
 
 
 def install(name: str) -> None:
-    """Have io_uring_setup return the error ``name`` in this process and its children from now on."""
+    """Make io_uring_setup return the error ``name`` in this process and its children from now on."""
     name, _, which = name.partition(":")
     calls = {"all": CALLS, "statx": (STATX[platform.machine()],)}.get(which, (IO_URING_SETUP,))
     load(program(getattr(errno, name), calls))
@@ -92,9 +92,9 @@ class _Argument(ctypes.Structure):
 
 
 def profile(path: Path) -> bytes:
-    """The filter of a profile in JSON, made by libseccomp like in container runtimes.
+    """The filter of a JSON profile, made by libseccomp as container runtimes make it.
 
-    Names that libseccomp does not know are left out, as there: profiles are older and younger than the machine.
+    As in runtimes, names that libseccomp does not know are ignored: profiles may be older or newer than the machine.
     """
     told = json.loads(path.read_text(encoding="utf-8"))
     try:
@@ -123,7 +123,7 @@ def profile(path: Path) -> bytes:
             token = library.seccomp_arch_resolve_name(name.removeprefix("SCMP_ARCH_").lower().encode())
             assert token, f"libseccomp does not know {name}"
             answer = library.seccomp_arch_add(context, ctypes.c_uint32(token))
-            if answer != -errno.EEXIST:  # the machine's own architecture is there already
+            if answer != -errno.EEXIST:  # the filter has the machine's own architecture from the start
                 must(answer, name)
         for rule in told["syscalls"]:
             then = action(rule, "action", "errnoRet")
@@ -151,7 +151,7 @@ def profile(path: Path) -> bytes:
 
 
 def setup_errno() -> int:
-    """The current answer of io_uring_setup: 0 if a ring is available."""
+    """The errno with which io_uring_setup fails now, or 0 if a ring is available."""
     libc = ctypes.CDLL(None, use_errno=True)
     params = ctypes.create_string_buffer(120)
     ring = libc.syscall(IO_URING_SETUP, 4, params)

@@ -1,10 +1,10 @@
-"""One zygote of each kind for all workers of a test run: one process does the imports for all of them, once.
+"""One process of each kind does the imports of zygotes once for all workers of a test run.
 
-The process that hands out the tests starts a broker and gives its address to the workers. To get a zygote, they ask the
+The process that distributes tests starts a broker and gives its address to the workers. To get a zygote, they ask the
 broker, which keeps a trunk for each set of variables that modules may read as they are imported. The trunk forks a
 zygote, which serves only the asking process, with its environment, working directory and outputs, and ends
 with it. A kind that needs more modules than another one (:data:`harness.zygote.MORE`) has a trunk that is forked
-from the other's. If a zygote runs under a separate command, as in a namespace, nothing is shared.
+from the other kind's trunk. A zygote that runs under another command, as in a namespace, shares nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 @contextlib.contextmanager
 def broker() -> Iterator[str]:
-    """The address of a broker for the ``with`` statement. It ends with this process, and all trunks with it."""
+    """The address of a broker for the ``with`` statement. The broker and all trunks end with this process."""
     with tempfile.TemporaryDirectory(prefix="fastckpt-broker-") as folder:
         path = f"{folder}/socket"
         command = [sys.executable, "-m", "harness.sharing", path]
@@ -56,8 +56,8 @@ def serve(path: str) -> None:
             with listening.accept()[0] as asking:
                 message, descriptors, _, _ = socket.recv_fds(asking, zygote.LARGEST_REQUEST, 4)
             trunk = _trunk(trunks, processes, json.loads(message)["kind"], *descriptors[2:])
-            # The request waits there until the trunk has done its imports: other kinds need not wait.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and printed why
+            # The request waits in the trunk's socket until its imports are done, so that other kinds need not wait.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trunk died and printed why
                 socket.send_fds(trunk, [message], descriptors)
             for each in descriptors:
                 os.close(each)
@@ -66,7 +66,7 @@ def serve(path: str) -> None:
         process.wait()
     for trunk in trunks.values():
         with contextlib.suppress(ConnectionResetError):
-            trunk.recv(1)  # until its forks have also ended
+            trunk.recv(1)  # returns when its forks have ended, too
 
 
 def _trunk(
@@ -76,7 +76,7 @@ def _trunk(
     out: int,
     errors: int,
 ) -> socket.socket:
-    """The trunk of a kind; a new one reports errors of its imports to the first asking process."""
+    """The trunk of a kind; a new trunk prints errors of its imports to the first process that asks."""
     name = json.dumps(kind, sort_keys=True)
     if name in trunks:
         return trunks[name]
@@ -101,10 +101,10 @@ def _trunk(
 
 
 def grow(descriptor: int) -> NoReturn:
-    """The trunk: do the imports of its kind, and fork a zygote, or the trunk of a kind with more imports,
+    """Be the trunk: do the imports of its kind, and fork a zygote, or the trunk of a kind with more imports,
     for each request."""
     zygote.prepare()
-    # No process waits for its forks.
+    # No process waits for the trunk's forks.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=descriptor)
     while True:
@@ -121,7 +121,7 @@ def grow(descriptor: int) -> NoReturn:
 
 
 def _grow_on(request: dict[str, Any], descriptor: int, out: int, errors: int) -> NoReturn:
-    """Become the trunk of another kind, which ends with this one."""
+    """Become the trunk of another kind, which ends when this trunk ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     for number, each in ((1, out), (2, errors)):
         os.dup2(each, number)

@@ -1,9 +1,9 @@
 """Ranks in one process, with a simulated store and clock: drawn delays, deaths, stops, losses and late starts.
 
-A simulation is a function of its seed. The ranks run the protocol itself (``fastckpt._ranks.protocol``), and around it
-a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits. Other operations
-are like the wait of a manager: the ranks ask each other until all are ready. Or they are like
-its restore: a question, in turns, and a load on the ranks that have the answer.
+The seed determines a simulation. The ranks run the real protocol (``fastckpt._ranks.protocol``), and around it
+a script like a save: ``arrive``, ``joined``, work, and ``done``, at which the coordinator commits. Other operations
+are like a manager's wait, in which the ranks ask each other until all are ready, or like
+its restore: a question, a load on the ranks that have the answer, and another question.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class ViolationError(AssertionError):
 
 
 class Sleep(NamedTuple):
-    """A rank computes, or is late."""
+    """A request to wait: the rank computes, or is late."""
 
     seconds: float
 
 
 class Later(NamedTuple):
-    """A request of a rank that was stopped in its own code."""
+    """A request of a rank that was stopped while it ran its own code."""
 
     request: Any
 
 
 class Effect(NamedTuple):
-    """A request that the store reaches after its rank has given it up."""
+    """A request that reaches the store after its rank has given it up."""
 
     request: Any
 
 
 @dataclass
 class Faults:
-    """The faults, drawn once per simulation."""
+    """The faults of a simulation, drawn once."""
 
     #: Rank -> the number of the request at which it dies, and whether that request still takes effect.
     deaths: dict[int, tuple[int, bool]] = field(default_factory=dict)
     #: Rank -> the number of the request at which it stops, and for how long.
     stops: dict[int, tuple[int, float]] = field(default_factory=dict)
-    #: Rank -> the number of the request after which the store does not answer it, and for how long.
+    #: Rank -> the number of the request from which on it cannot reach the store, and for how long.
     cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
     #: The share of a rank's values that are lost.
     loss: float = 0.0
@@ -60,7 +60,7 @@ class Faults:
 
 
 class BoomError(Exception):
-    """An exception of a rank itself."""
+    """An exception that a rank raises itself."""
 
 
 class Interrupt(BaseException):
@@ -81,7 +81,7 @@ class Process:
 
 
 class World:
-    """A store, a clock, and the processes."""
+    """The store, the clock and the events of the processes."""
 
     def __init__(self, seed: Any, *, atomic: bool = True) -> None:
         self.draw = random.Random(seed)
@@ -94,7 +94,7 @@ class World:
         self.faults = Faults()
         self.timeout = 60.0
         self.atomic = atomic
-        #: Seconds of a usual answer of the store, and of a slow one.
+        #: The longest usual delay of a reply from the store, and the longest slow one, in seconds.
         self.delay = 0.002
         self.slow = 0.0
 
@@ -113,7 +113,7 @@ class World:
         return self.draw.random() * self.delay
 
     def run(self, until: float, *, stop: bool = False) -> None:
-        """Go on until no events are left, or until a time: one that no simulation may reach, or the time to stop."""
+        """Run until no events are left. An event after ``until`` is a hang or, with ``stop``, ends the run."""
         events = self.events
         while events:
             if stop and events[0][0] > until:
@@ -123,7 +123,7 @@ class World:
             if process.dead or process.ended or wakes != process.wakes:
                 continue
             if at > until:
-                raise ViolationError(f"hang: rank {process.rank} is still there after {until:.0f} s")
+                raise ViolationError(f"hang: rank {process.rank} still runs after {until:.0f} s")
             self.now = at
             if at < process.asleep_until:
                 self.later(process, process.asleep_until - self.now, reply, error)
@@ -137,7 +137,7 @@ class World:
             self.waits[key].discard(process)
 
     def advance(self, process: Process, reply: Any, error: BaseException | None) -> None:
-        """Give a process its answer, and serve its next request."""
+        """Give a process its reply, and serve its next request."""
         if type(reply) is Effect:
             self.effect(reply.request)
             return
@@ -211,7 +211,7 @@ class World:
         self.later(process, self.latency(), self.effect(request))
 
     def serve_late(self, process: Process, request: Any, until: float) -> None:
-        """Stop the store until a time. It may do its requests then, whether the rank still waits or not."""
+        """Serve a request during a pause of the store: it may run it at ``until``, even if the rank has given up."""
         self.serial += 1
         if until - self.now <= self.timeout:
             self.later(process, until - self.now, Later(request))
@@ -254,7 +254,7 @@ class World:
 
 
 def below(prefix: str, steps: Any) -> Any:
-    """The steps of another group in the same store, as torch's PrefixStore keeps groups apart."""
+    """The same steps with a prefix for all keys, as torch's PrefixStore separates groups in one store."""
     reply = error = None
     while True:
         try:
@@ -289,34 +289,34 @@ class Result:
 
 @dataclass
 class Job:
-    """A group that makes some operations, and the checks on them."""
+    """A group that runs some operations, and checks of their outcomes."""
 
     world: World
     size: int
     operations: int
-    #: (operation, rank) -> seconds before it begins, and of work in the body.
+    #: (operation, rank) -> seconds before the rank begins, and seconds of work in the operation.
     lateness: dict[tuple[int, int], float] = field(default_factory=dict)
     work: dict[tuple[int, int], float] = field(default_factory=dict)
     #: Operation -> the time before which no rank begins it.
     begins: dict[int, float] = field(default_factory=dict)
     turn: type[protocol.Turn] = protocol.Turn
     results: dict[tuple[int, int], Result] = field(default_factory=dict)
-    #: (operation, rank): when it had only to wait for the others.
+    #: (operation, rank) -> the time from which the rank only had to wait for the others.
     ready: dict[tuple[int, int], float] = field(default_factory=dict)
     succeeded: set[tuple[int, int]] = field(default_factory=set)
     committed: list[int] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     members: dict[int, Member] = field(default_factory=dict)
     call_of: Any = None
-    #: (operation, rank): those that a rank does not reach because of an error outside them.
+    #: (operation, rank): operations that a rank does not reach because of an error outside them.
     missed: set[tuple[int, int]] = field(default_factory=set)
-    #: How operations are distinguished: ``path``, ``mark``, or nothing; ``value`` is a mark that is compared later.
+    #: How operations differ: by ``path``, by ``mark``, or not at all; ``value`` is a mark that is compared later.
     apart: str = ""
-    #: Whether ranks go on after an operation, and answer others that are late to the first.
+    #: Whether ranks go on after an operation, and answer ranks that are late to the first operation.
     answers: bool = True
-    #: Operations that are waits, and when a rank is ready in one: seconds after its beginning.
+    #: Operations that are waits -> rank -> the seconds from its start until the rank is ready.
     waits: dict[int, dict[int, float]] = field(default_factory=dict)
-    #: Whether all operations are restores, and the ranks as they ask each other.
+    #: Whether all operations are restores, and the members of the group in which the ranks ask each other.
     restores: bool = False
     asking: dict[int, Member] = field(default_factory=dict)
 
@@ -328,7 +328,7 @@ class Job:
             self.processes.append(self.world.start(rank, self.script(member)))
 
     def script(self, member: Member) -> Any:
-        """Make the operations in sequence, each regardless of the one before, like ``peers.py``."""
+        """Run the operations in sequence, each whatever the result of the one before, like ``peers.py``."""
         for number in range(self.operations):
             yield Sleep(max(0.0, self.begins.get(number, 0.0) - self.world.now))
             yield Sleep(self.lateness.get((number, member.rank), 0.0))
@@ -384,7 +384,7 @@ class Job:
             yield from self.operate(self.turn(member, "wait", "/run", self.world.timeout), result, ask)
 
     def restoring(self, member: Member, number: int, result: Result) -> Any:
-        """Ask for the checkpoints, load one, and ask for the result; nothing else distinguishes restores."""
+        """Ask for the checkpoints, load one, and ask for the result; only these questions distinguish restores."""
         asking = self.asking[member.rank]
 
         def ask(question: str) -> Any:
@@ -429,7 +429,7 @@ class Job:
         return (yield from turn.round("done", 1, None, sum, lambda count: self.commit(number, count)))
 
     def comparing(self, apart: str) -> Any:
-        """Compare the values of states at the coordinator, which sees if they belong to different operations."""
+        """A function by which the coordinator compares states, and detects values of different operations."""
 
         def compare(said: list[Any]) -> Any:
             if self.apart == apart and len({number for _, number in said}) > 1:
@@ -461,13 +461,13 @@ class Job:
         self.committed.append(number)
         return ["committed", number]
 
-    # The checks.
+    # Checks of outcomes.
 
     def check(self) -> None:
         """Check the promises of each operation, despite all faults."""
         for process in self.processes:
             if not (process.ended or process.dead):
-                raise ViolationError(f"hang: rank {process.rank} waits for nothing")
+                raise ViolationError(f"hang: rank {process.rank} waits for an event that never comes")
         for number in range(self.operations):
             self.check_verdict(number)
 
@@ -477,7 +477,7 @@ class Job:
         return {rank: self.results[number, rank] for rank in alive if (number, rank) in self.results}
 
     def check_verdict(self, number: int) -> None:
-        """Check for one verdict: all answers are equal, and no rank hears of a missing commit after a commit."""
+        """Check that all answers are equal, and that after a commit no rank's error denies the commit."""
         if self.committed.count(number) > 1:
             raise ViolationError(f"operation {number}: committed twice")
         if number in self.waits:
@@ -491,7 +491,7 @@ class Job:
         for rank, result in results.items():
             for error in (result.error, result.verdict):
                 if isinstance(error, RanksError) and number in self.committed and "nothing was committed" in str(error):
-                    raise ViolationError(f"operation {number}: rank {rank} is told that nothing was committed: {error}")
+                    raise ViolationError(f"operation {number}: an error on rank {rank} denies the commit: {error}")
 
     def check_success(self, number: int) -> None:
         for rank, result in self.outcomes(number).items():
@@ -508,13 +508,13 @@ class Job:
                 continue
             error = result.error if isinstance(result.error, RanksError) else result.verdict
             if error is None:
-                continue  # it succeeded, or was interrupted
+                continue  # the rank succeeded, or was interrupted
             named = {failure.rank for failure in getattr(error, "failures", ())}
             if not named or not named <= guilty:
                 raise ViolationError(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
 
     def check_in_time(self, number: int, slack: float) -> None:
-        """Check that each survivor ends within the timeout and slack after the last death, or work of a survivor."""
+        """Check that each survivor ends within timeout and slack of the last death or the last work of a survivor."""
         died = [process.died for process in self.processes if process.dead]
         results = self.outcomes(number)
         last = max([*died, *(self.ready[number, rank] for rank in results)])

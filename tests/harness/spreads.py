@@ -1,4 +1,4 @@
-"""Spreads of tensors over ranks, in the core's form and by indices, and messages between ranks of one process."""
+"""Spreads of tensors over ranks, in the core's form and as indices, and messages between ranks in one process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LONG = 60
 
 
 class Spread(NamedTuple):
-    """A spread: in the core's form, and as the indices of each part of a rank, along each dimension."""
+    """A spread in the core's form, and as the indices of each part of a rank along each dimension."""
 
     core: _core.Spread
     parts: Callable[[int, tuple[int, ...]], list[list[np.ndarray]]]
 
 
 def whole(ranks: Sequence[int] | None = None) -> Spread:
-    """These ranks, or all, have everything."""
+    """A spread in which these ranks, or all ranks, have the whole tensor."""
     core = _core.Spread.all() if ranks is None else _core.Spread.ranks(ranks)
 
     def parts(rank, shape):
@@ -35,13 +35,13 @@ def whole(ranks: Sequence[int] | None = None) -> Spread:
 
 
 def chunk(indices: np.ndarray, count: int, index: int) -> np.ndarray:
-    """Their chunks by ``torch.chunk``."""
+    """One chunk of the indices, as ``torch.chunk`` makes ``count`` of them."""
     length = -(-len(indices) // count)
     return indices[index * length : (index + 1) * length]
 
 
 def mesh(shape: Sequence[int], *placements: tuple[str, int, int]) -> Spread:
-    """A mesh of all ranks."""
+    """The spread of a tensor over a mesh of all ranks."""
 
     def parts(rank, sizes):
         dims = [np.arange(size) for size in sizes]
@@ -57,7 +57,7 @@ def mesh(shape: Sequence[int], *placements: tuple[str, int, int]) -> Spread:
 
 
 def boxes(*given: tuple[int, tuple[tuple[int, int], ...]]) -> Spread:
-    """Explicit boxes of ranks."""
+    """A spread of explicit boxes of ranks."""
 
     def parts(rank, shape):
         return [[np.arange(*along) for along in bounds] for owner, bounds in given if owner == rank]
@@ -66,7 +66,7 @@ def boxes(*given: tuple[int, tuple[tuple[int, int], ...]]) -> Spread:
 
 
 def three_boxes(rows: int, columns: int, *rest: int) -> Spread:
-    """The first rows belong to rank 2, and the two halves of the others to rank 0."""
+    """A spread in which rank 2 has the first rows, and rank 0 has the other rows as two halves."""
     first, half, rest_of_it = min(3, rows), columns // 2, tuple((0, size) for size in rest)
     top = (2, ((0, first), (0, columns), *rest_of_it))
     return boxes(
@@ -78,7 +78,7 @@ def three_boxes(rows: int, columns: int, *rest: int) -> Spread:
 
 ROWS, COLUMNS, COPY = ("shard", 0, 0), ("shard", 1, 0), ("replicate", 0, 0)
 
-#: By name: the number of ranks, and how a tensor of a shape is spread over them.
+#: Name -> the number of ranks, and a function from a tensor's shape to its spread.
 LAYOUTS: dict[str, tuple[int, Callable[[tuple[int, ...]], Spread]]] = {
     "one rank": (1, lambda _: whole()),
     "rows of 2": (2, lambda shape: mesh([2], ROWS) if shape else whole()),
@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[tuple[int, ...]], Spread]]] = {
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Long pieces, short pieces, uneven rows, tensors smaller than a page, scalars, empty ones."""
+    """Tensors with long or short pieces or uneven rows; tensors smaller than a page, scalars, and empty tensors."""
     random = np.random.default_rng(7)
 
     def some(dtype, *shape):
@@ -128,7 +128,7 @@ def send(mail: _core.Mail, rank: int, between: dict[tuple[int, ...], queue.Queue
 
 
 def receive(mail: _core.Mail, rank: int, between: dict[tuple[int, ...], queue.Queue[bytes | None]]) -> None:
-    """Receive the messages of a rank; None ends this."""
+    """Receive the messages of a rank until None arrives."""
     for number, (peer, nbytes) in enumerate(mail.incoming()):
         address = mail.admit(number)
         message = between[peer, rank].get(timeout=LONG)

@@ -2,11 +2,11 @@
 
 ``torch.empty(3, device="standin:1")`` is a tensor with an address, strides and views, whose memory only the stand-in's
 own kernels reach. Each stream is a thread with delays: data that is used before its event is stale, and data that is
-overwritten before its event spoils the copy. Freed memory goes to the next tensor in the order of the stream it
-came from, like in CUDA's caching allocator, and is overwritten. Host memory can be registered, and its misuse is
-recorded. So wrong order, events, reuse and pinning show in the data or in :data:`faults`.
+overwritten before its event spoils the copy. As in CUDA's caching allocator, freed memory goes to the next tensor, in
+the order of the stream that it came from, and is overwritten. Host memory can be registered, and its misuse is
+recorded. So errors of order, events, reuse and pinning show in the data or in :data:`faults`.
 
-This file does not import pytest, so that it works without it.
+This file works without pytest.
 """
 
 # ruff: noqa: ARG002 - torch determines the arguments of the methods
@@ -35,13 +35,13 @@ DEVICES = 2
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _KIND = int(torch._C._autograd.DeviceType.PrivateUse1)
 _PATIENCE = 60
-#: The bytes of new memory, and of memory that was given to another tensor.
+#: The byte that fills new memory, and the byte that fills memory given to another tensor.
 NEW, REUSED = 0xA5, 0xDB
 _local = threading.local()
 
 
 class Faults:
-    """The faults and their times, and the counts."""
+    """The injected faults, their delays, and counts of calls."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -50,22 +50,22 @@ class Faults:
         self.reset()
 
     def reset(self, late: float = 0.0) -> None:
-        """As new; copies and kernels take up to ``late`` seconds."""
+        """Reset everything; from now on copies and kernels take up to ``late`` seconds."""
         self.late = late
-        #: All copies, and the copies between host and device.
+        #: The number of all copies, and of copies between host and device.
         self.copies = 0
         self.transfers = 0
-        #: Bytes of the largest copy.
+        #: The bytes of the largest copy.
         self.largest = 0
-        #: Requests of threads that had not selected the device.
+        #: The number of requests from threads that had not selected the device.
         self.astray = 0
-        #: By number: a copy that fails when it runs, and one that fails at its request.
+        #: The number of the copy that fails when it runs, and of the copy that fails at its request.
         self.fail_at: int | None = None
         self.refuse_at: int | None = None
         self.kernels = 0
         self.events = 0
         self.records = 0
-        #: Waits of streams for events, and of hosts for events and streams, by thread.
+        #: By thread, the number of waits of streams for events, and of the host for events and streams.
         self.stream_waits: Counter[int] = Counter()
         self.host_waits: Counter[int] = Counter()
         #: Errors to which a real device would react with a crash or with wrong data.
@@ -73,7 +73,7 @@ class Faults:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Hold copies of streams other than the default ones, until the yielded function is called."""
+        """Hold copies of all but the default streams until the yielded function is called."""
         self.flow.clear()
         try:
             yield self.flow.set
@@ -89,7 +89,7 @@ faults = Faults()
 
 
 def _use() -> None:
-    """Require that the calling thread has selected the device, except for the program itself."""
+    """Count a fault if the calling thread has not selected the device, unless it is the main thread."""
     if threading.current_thread() is not threading.main_thread() and getattr(_local, "index", None) is None:
         faults.astray += 1
 
@@ -112,7 +112,7 @@ class _Registered(NamedTuple):
 
 
 def _is_mapped(address: int, nbytes: int) -> bool:
-    """Whether the first and the last page of some memory belong to this process."""
+    """Whether the first and the last page of a memory range are mapped in this process."""
     page = os.sysconf("SC_PAGESIZE")
     vector = (ctypes.c_ubyte * 1)()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -123,7 +123,7 @@ def _is_mapped(address: int, nbytes: int) -> bool:
 
 
 class Cudart:
-    """The pinning calls of CUDA's runtime: each thread has a last error, kept until that thread reads it."""
+    """The pinning calls of CUDA's runtime. Each thread has a last error, which stays until that thread reads it."""
 
     def __init__(self) -> None:
         self.registered: dict[int, _Registered] = {}
@@ -131,7 +131,7 @@ class Cudart:
 
     def reset(self) -> None:
         """Clear the faults; registered memory stays."""
-        #: The status that calls return, if not 0; and how many bytes may be registered.
+        #: The status that calls return, if not 0, and the most bytes that may be registered.
         self.status = 0
         self.limit: int | None = None
         #: Called with the address before memory is registered: it may wait, or raise.
@@ -142,7 +142,7 @@ class Cudart:
 
     @property
     def bytes(self) -> int:
-        """How many are registered."""
+        """The number of registered bytes."""
         return sum(memory.nbytes for memory in tuple(self.registered.values()))
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
@@ -179,13 +179,13 @@ class Cudart:
         return status
 
     def check(self) -> None:
-        """Raise the last error of this thread, like every check after a kernel."""
+        """Raise the last error of this thread, as every check after a kernel does."""
         error, self.last.error = getattr(self.last, "error", 0), 0
         if error:
             raise RuntimeError(f"standin: CUDA error {error}, left behind by another call")
 
     def covering(self, address: int, nbytes: int) -> _Registered | None:
-        """The registration of some host memory, or None; RuntimeError if only a part of it is registered."""
+        """The registration that covers a host memory range, or None; raise RuntimeError if it covers only a part."""
         for known in tuple(self.registered.values()):
             if _overlap(known, address, nbytes):
                 if known.address <= address and address + nbytes <= known.address + known.nbytes:
@@ -207,17 +207,17 @@ cudart = Cudart()
 
 
 class _Worker:
-    """Does its tasks in order in a separate thread, each after a delay."""
+    """Runs its tasks in order in a separate thread, each after a delay."""
 
     def __init__(self) -> None:
-        #: The failure, and whether a host has seen it: nothing is done after it.
+        #: The failure, after which no task runs, and whether the host has seen it.
         self.error: BaseException | None = None
         self.is_told = False
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name=NAME).start()
 
     def _run(self) -> None:
-        # Otherwise it has the name of its creating thread, which may belong to the core.
+        # Otherwise the thread has the name of its creator, which may be a thread of the core.
         ctypes.CDLL(None).prctl(15, NAME.encode())
         while (item := self.tasks.get()) is not None:
             task, always = item
@@ -232,7 +232,7 @@ class _Worker:
         self.tasks.put((task, always))
 
     def mark(self) -> threading.Event:
-        """An event that is set when all earlier tasks are done."""
+        """An event that is set when all earlier tasks have ended."""
         done = threading.Event()
         self.submit(done.set, always=True)
         return done
@@ -240,13 +240,13 @@ class _Worker:
 
 def _come(done: threading.Event) -> None:
     if not done.wait(_PATIENCE):
-        faults.misuse.append("an event never came")
+        faults.misuse.append("an event did not happen")
 
 
 _numbers = itertools.count(1)
 _streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 _defaults: dict[int, Stream] = {}
-#: Numbers of streams that are being captured into a graph, with the thread that does it.
+#: The streams that are being captured into a graph, by number, with the capturing thread.
 _captured: dict[int, int] = {}
 
 
@@ -262,7 +262,7 @@ class Stream(torch.Stream):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.worker = _Worker()
         _streams[self.stream_id] = self
-        # The thread ends after its tasks.
+        # Without a stream, the thread ends after its last task.
         weakref.finalize(self, self.worker.tasks.put, None).atexit = False
 
     def wait_event(self, event: Event) -> None:
@@ -315,13 +315,13 @@ class Event:
 
 
 def _wait(done: threading.Event, stream: Stream | None) -> None:
-    """Have the calling thread wait."""
+    """Make the calling thread wait for the event."""
     _use()
     faults.host_waits[threading.get_ident()] += 1
     if threading.get_ident() in _captured.values():
         raise RuntimeError("standin: operation not permitted when stream is capturing")
     if not done.wait(_PATIENCE):
-        raise AssertionError("an event never came")
+        raise AssertionError("an event did not happen")
     if stream is not None and stream.worker.error is not None:
         stream.worker.is_told = True
         raise stream.worker.error
@@ -341,7 +341,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def forget_errors() -> None:
-    """Let failed streams go on."""
+    """Let failed streams continue."""
     for stream in tuple(_streams.values()):
         stream.worker.error, stream.worker.is_told = None, False
 
@@ -374,7 +374,7 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 
 @contextmanager
 def capturing(stream: Stream | None = None) -> Iterator[None]:
-    """Have the work of ``stream`` count as captured into a graph."""
+    """Make the work of ``stream`` count as captured into a graph."""
     number = (stream or current_stream()).stream_id
     _captured[number] = threading.get_ident()
     try:
@@ -424,7 +424,7 @@ class _Module:
                 stream.synchronize()
 
 
-# Device memory. Torch gets it by DLPack, which numbers devices.
+# Device memory. Torch gets it by DLPack, which identifies kinds of devices by numbers.
 
 
 class _Device(ctypes.Structure):
@@ -451,23 +451,23 @@ _EXTENSION = 12  # DLPack's kind of device for PrivateUse1
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-#: torch keeps the address, and looks for a deleter there: there is none, so one object serves all.
+#: torch keeps this address, where it looks for a deleter. The deleter is null, so one object serves all tensors.
 _managed = _Managed()
 _allocating = threading.Lock()
 
 
 class _Allocation:
-    """Device memory, until it is free."""
+    """A piece of device memory until it is freed."""
 
     def __init__(self, nbytes: int, index: int) -> None:
         room = np.full(nbytes + 16, NEW, np.uint8)
         self.memory = room[-room.ctypes.data % 16 :][:nbytes]
         self.stream = current_stream(index)
-        #: Streams that still read it, according to ``record_stream``.
+        #: Streams that may still read the memory, according to ``record_stream``.
         self.users: dict[int, Stream] = {}
 
     def reuse(self) -> None:
-        """Have another owner write to it, in the order of its stream, and after those named by ``record_stream``."""
+        """Overwrite the memory like a next owner, in the order of its stream and after those of ``record_stream``."""
         memory, users = self.memory, [stream.worker.mark() for stream in self.users.values()]
         self.users = {}
 
@@ -499,7 +499,7 @@ def _allocate(nbytes: int, index: int) -> torch.Tensor:
         tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(_managed), b"dltensor", None))  # type: ignore[attr-defined]
     if nbytes:
         _memory[address] = allocation
-        # torch keeps the Python object of a storage as long as the storage itself.
+        # torch keeps a storage's Python object for as long as the storage itself.
         weakref.finalize(tensor.untyped_storage(), _gone, address).atexit = False
     return tensor
 
@@ -510,7 +510,7 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def live() -> int:
-    """How many bytes of device memory are in use."""
+    """The bytes of device memory in use."""
     return sum(allocation.memory.nbytes for allocation in tuple(_memory.values()))
 
 
@@ -520,7 +520,7 @@ def is_live(address: int) -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the CPU."""
+    """A CPU tensor over the same memory."""
     if tensor.is_cpu:
         return tensor.detach()
     if not tensor.numel():
@@ -574,7 +574,7 @@ def _host_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copies in the current stream of the source's device, or else of the target's, later."""
+    """Enqueue a copy in the current stream of the source's device, or else of the target's device."""
     faults.copies += 1
     number = faults.copies
     faults.largest = max(faults.largest, source.nbytes)
@@ -631,7 +631,7 @@ def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def _any_other(operator: Any, *arguments: Any, **named: Any) -> Any:
-    """Run the CPU's kernel in the current stream, or at once if the host gets the result."""
+    """Run the CPU kernel in the current stream, or at once if the host gets the result."""
     flat, _ = _pytree.tree_flatten((arguments, named))
     device = next(item.device for item in flat if isinstance(item, torch.Tensor) and not item.is_cpu)
     stream = current_stream(device)
@@ -697,5 +697,5 @@ def _set_up() -> tuple[torch.library.Library, ...]:
 
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # since torch 2.10
-# Not beside a real device: torch would take it for the machine's accelerator instead.
+# The stand-in is not set up beside a real device: torch would take it for the machine's accelerator.
 _libraries = _set_up() if AVAILABLE and os.environ.get("FASTCKPT_TEST_DEVICE", NAME) == NAME else ()

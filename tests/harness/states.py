@@ -1,4 +1,4 @@
-"""Distinguishable states: a number determines every value, so that the oracle need not remember the saved states."""
+"""Distinguishable states: a number determines every value of a state, so that tests need not keep saved states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = 257  # odd, so that only the large tensors end on a page
 
 
 def congruent(array: np.ndarray) -> np.ndarray:
-    """The same at an address for zero-copy: 64 bytes beyond a page, like data in the file."""
+    """A copy of the array at an address for zero-copy: 64 bytes after a page's start, like data in the file."""
     memory = np.empty(array.nbytes + 8192, np.uint8)
     skip = (64 - memory.ctypes.data) % 4096
     moved = memory[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -20,7 +20,7 @@ def congruent(array: np.ndarray) -> np.ndarray:
 
 
 def numbered(index: int, nbytes: int = 1 << 20) -> dict[str, Any]:
-    """State ``index``: a few large arrays, many small, Python leaves; no two indices share an array."""
+    """State ``index``: a few large arrays, many small ones, and Python leaves; no two states have an equal array."""
     rng = np.random.default_rng(index)
     third = max(8, nbytes // 3)
     return {
@@ -38,7 +38,7 @@ def numbered(index: int, nbytes: int = 1 << 20) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in type, structure and every bit."""
+    """Whether two values are equal in type, structure and every bit."""
     if type(left) is not type(right):
         return False
     if isinstance(left, np.ndarray) and left.dtype.hasobject:
@@ -57,10 +57,10 @@ def same(left: Any, right: Any) -> bool:
 
 
 def which(state: Any, nbytes: int = 1 << 20) -> int:
-    """The index of a loaded state, after a proof that it is that whole state and no mixture."""
+    """The index of a loaded state, after a check that it is exactly this state and no mixture."""
     index = state["step"]
     if not same(state, numbered(index, nbytes)):
-        raise AssertionError(f"a mixture: says step {index}, and is not that state")
+        raise AssertionError(f"a mixture: the step is {index}, but other values are not those of state {index}")
     return int(index)
 
 

@@ -1,6 +1,6 @@
-"""How long this machine has not run: a host pauses a virtual one, and an overloaded one gives no thread a turn.
+"""The time for which this machine did not run, because a host paused it or no thread got the overloaded CPU.
 
-Deadlines assume a running machine, so tests add this time to them.
+Deadlines of tests assume a running machine, so tests add this time to them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 
 _LOOK = 0.05
-# Any machine has shorter delays.
+# Shorter delays happen on any machine.
 _SHORT = 0.25
 
 
 class Stillness:
-    """The record of a thread that only sleeps. Use :func:`watched`."""
+    """The delays of a thread that only sleeps. Use :func:`watched`."""
 
     def __init__(self) -> None:
         self._pauses: list[tuple[float, float]] = []
@@ -25,7 +25,7 @@ class Stillness:
         self._thread.start()
 
     def since(self, moment: float) -> float:
-        """Seconds for which the machine has not run since then (``time.monotonic``)."""
+        """Seconds for which the machine did not run since ``time.monotonic()`` had this value."""
         return sum(seconds for ended, seconds in self._pauses if ended > moment)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Run or attach strace; read the order of system calls; inject an error or a signal into the k-th of them."""
+"""Runs or attaches strace, reads the order of system calls, and injects an error or a signal into the k-th call."""
 
 # ruff: noqa: PTH118 - paths are the text that strace printed
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from harness import needs
 
-# `123 openat(5</a/b>, "c", O_RDONLY) = 6</a/b/c>`, in pieces when another thread's call came between.
+# A line is `123 openat(5</a/b>, "c", O_RDONLY) = 6</a/b/c>`; strace splits it if another thread's call came between.
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<rest>.*)$")
 _RESUMED = re.compile(r"^<\.\.\. (?P<name>\w+) resumed>(?P<rest>.*)$")
 _CALL = re.compile(r"^(?P<name>\w+)\((?P<arguments>.*)\)\s+= (?P<result>.*)$", re.DOTALL)
@@ -29,7 +29,7 @@ _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Call:
-    """One system call. ``start`` and ``end`` order all calls of all threads; they differ when others came between."""
+    """One system call. ``start`` and ``end`` order the calls of all threads; they differ if calls came between."""
 
     pid: int
     name: str
@@ -51,11 +51,11 @@ class Call:
         return [match["path"] or match["cwd"] or "" for match in _FD.finditer(self.arguments)]
 
     def strings(self) -> list[str]:
-        """The quoted arguments, in order."""
+        """The quoted arguments (strings), in order."""
         return [text.encode().decode("unicode_escape") for text in _STRING.findall(self.arguments)]
 
     def paths(self) -> list[str]:
-        """The paths that the arguments name: each joined to the directory descriptor before it, like in the kernel."""
+        """The paths that the arguments name, each joined to the directory descriptor before it, as in the kernel."""
         found = []
         base = ""
         for match in re.finditer(rf"{_FD.pattern}|{_STRING.pattern}", self.arguments):
@@ -104,14 +104,14 @@ class Trace:
     _calls: list[Call] | None = field(default=None)
 
     def calls(self) -> list[Call]:
-        """The calls so far; all of them once the traced process has ended."""
+        """The calls so far; after the end of the traced process, all calls."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=60)
         return parse(self.log.read_text(encoding="utf-8", errors="replace"))
 
 
 def injection(call: str, what: str, when: str | int) -> str:
-    """An argument for ``inject``: ``injection("fsync", "error=EIO", 2)``. strace counts per thread."""
+    """An option for ``inject``: ``injection("fsync", "error=EIO", 2)``. strace counts calls per thread."""
     return f"{call}:{what}:when={when}"
 
 
@@ -119,8 +119,8 @@ def injection(call: str, what: str, when: str | int) -> str:
 def attached(
     pid: int, log: Path, trace: str, *inject: str, path: str | os.PathLike[str] | None = None
 ) -> Iterator[Trace]:
-    """strace on a running process and its future threads; returns once the process is being watched.
-    With ``path``, only calls that name it or a descriptor of it are seen."""
+    """Attach strace to a running process and its future threads; yields once the process is being traced.
+    With ``path``, only calls that name this path or a descriptor of it are traced."""
     program = needs.tool("strace", "strace")
     command = [program, "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={trace}"]
     for item in inject:
@@ -139,7 +139,7 @@ def attached(
 
 
 def _end(process: subprocess.Popen[str], pid: int) -> None:
-    """Wait for a strace that was told to end. It may not end if its process was killed in a held call."""
+    """Wait for a strace that got a signal to end. It may not end if its process was killed in a held call."""
     for _ in range(60):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1)
@@ -169,13 +169,13 @@ def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:
         seen += piece
 
 
-# strace holds a call back for as long as this, and lets go when it ends.
+# strace delays a call by these microseconds, and releases it when strace ends.
 _FOR_EVER = 3600 * 10**6
 
 
 @dataclass
 class Stop:
-    """A process that will stop before its k-th call, and stays there, alive, until the ``with`` statement ends."""
+    """A process that will stop before its k-th call, and waits there, alive, until the ``with`` statement ends."""
 
     log: Path
     call: str
@@ -184,13 +184,13 @@ class Stop:
     pid: int
 
     def standing(self) -> list[int]:
-        """The threads that are stopped there now."""
+        """The threads that are now stopped before the call."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         begun = Counter(re.findall(rf"^(\d+)\s+{self.call}\(", text, re.MULTILINE))
         return [int(thread) for thread, count in begun.items() if count >= self.when]
 
     def reached(self) -> bool:
-        """Whether a thread is stopped there now."""
+        """Whether a thread is now stopped before the call."""
         return bool(self.standing())
 
     def signal(self, number: int) -> None:
@@ -203,11 +203,11 @@ class Stop:
             raise OSError(ctypes.get_errno(), "tgkill")
 
     def wait(self, seconds: float = 60.0) -> None:
-        """Return once it is stopped there."""
+        """Wait until the process is stopped before the call."""
         deadline = time.monotonic() + seconds
         while not self.reached():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{self.call} {self.when} never came: {self.log.read_text(errors='replace')}")
+                raise AssertionError(f"no {self.call} number {self.when}: {self.log.read_text(errors='replace')}")
             time.sleep(0.005)
 
 

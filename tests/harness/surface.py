@@ -1,4 +1,4 @@
-"""The public surface as text: ``PYTHONPATH=tests python -m harness.surface > tests/api/surface.txt`` writes it anew."""
+"""The public API as text: ``PYTHONPATH=tests python -m harness.surface > tests/api/surface.txt`` writes it anew."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,7 @@ def public(module):
 
 
 def signature(function):
-    """Parameters and defaults; other tests check types."""
+    """The parameters and defaults of a function, without types, which other tests check."""
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def documented():
 
 
 def text():
-    """The whole surface."""
+    """The text of the whole public API."""
     return "\n".join(lines()) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tests of the harness of rank groups: faults of ranks are reported, and all topologies hold the same values."""
+"""Tests of rank groups in the harness: faults of ranks are reported, and all topologies have the same values."""
 
 import signal
 import time
@@ -37,7 +37,7 @@ def _warn():
 
 
 def _values(topology, tied):
-    """Shape and bytes of every tensor of the state, gathered."""
+    """Shape and bytes of every tensor of the state, gathered from all ranks."""
     found = {}
 
     def walk(value, path):

@@ -1,4 +1,4 @@
-"""Tests of the harness: an oracle that cannot fail proves nothing."""
+"""Tests of the harness: a check that cannot fail proves nothing."""
 
 import errno
 import json

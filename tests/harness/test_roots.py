@@ -1,4 +1,4 @@
-"""Downloads of :mod:`harness.roots`: failures are retried, and then reported with the address."""
+"""Downloads of :mod:`harness.roots`: failures are retried, and finally reported with the URL."""
 
 import hashlib
 import http.server
@@ -14,7 +14,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 @pytest.fixture
 def archive(monkeypatch):
-    """A server with a list of answers, and its requests."""
+    """A server with a list of replies, and its requests."""
     answers, asked = [], []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -42,7 +42,7 @@ def archive(monkeypatch):
 
 def test_a_download_that_fails_is_repeated(archive, tmp_path):
     answers, asked = archive
-    # An error, a truncated answer, another content, and the file.
+    # The replies are an error, a truncated reply, other content, and the file.
     answers += [(503, b"", 0), (200, CONTENT[:3], 7), (200, b"another", 7), (200, CONTENT, 7)]
     file = roots._fetch(DIGEST, "pool/a%2b1.deb", tmp_path)
     assert (file.name, file.read_bytes()) == ("a+1.deb", CONTENT)

@@ -10,7 +10,7 @@ from harness import sharing, zygote
 
 
 def seen(_channel, path):
-    """The settings of a zygote that a child sees; it also prints a line."""
+    """Print a line, and return the settings of its zygote that a child sees."""
     print("printed", flush=True)
     fastckpt.save({"a": 1}, path)
     pages = [page.name.partition("-")[0] for page in Path(os.environ["FASTCKPT_TOP_DIR"]).iterdir()]
@@ -22,7 +22,7 @@ def parent_of(pid):
 
 
 def is_gone(pid):
-    """Whether a process has ended; its adoptive parent may not have waited for it yet."""
+    """Whether a process has ended, even if the parent that adopted it has not reaped it yet."""
     try:
         return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -45,13 +45,13 @@ def test_who_asks_has_a_zygote_of_its_own_with_what_is_imported_once(tmp_path, m
             assert found == {"mine": name, "folder": str(tmp_path / name), "counted": True}
             told = capfd.readouterr().out
             assert "printed" in told
-            # Output during a trunk's imports goes to the first asking process.
+            # Output during a trunk's imports goes to the first process that asks for a zygote.
             assert ("Zen of Python" in told) == (name in ("three", "four"))
     pids, (first, second, third, fourth), above = zip(*zygotes, strict=True)
     assert len(set(pids)) == 4
     assert first == second
     assert len({first, third, fourth}) == 3
-    # A fork of another kind's trunk does the additional imports of a kind.
+    # A kind with more imports gets a fork of the other kind's trunk, which adds these imports.
     assert above[3] == first
     for ended in {*pids, first, third, fourth, *above}:
         assert is_gone(ended)

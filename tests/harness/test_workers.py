@@ -1,4 +1,4 @@
-"""Forked workers behave like usual workers."""
+"""Forked workers behave like ordinary workers."""
 
 from __future__ import annotations
 

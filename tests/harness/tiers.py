@@ -1,13 +1,13 @@
-"""Parts of a manager's report on its checkpoints."""
+"""Facts from a manager's report on its checkpoints."""
 
 
 def at_remote(manager):
-    """The steps that its remote tier has."""
+    """The steps in the manager's remote tier."""
     return [one.step for one in manager.checkpoints() if "remote" in one.tiers]
 
 
 def kept(manager):
-    """Why each of its own checkpoints stays, by step."""
+    """Why each of the manager's own checkpoints stays, by step."""
     return {one.step: [*one.kept_for["local"]] for one in manager.checkpoints() if "local" in one.tiers}
 
 

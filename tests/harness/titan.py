@@ -1,4 +1,4 @@
-"""A training loop like torchtitan's trainer, with one of its checkpoint managers, or ours."""
+"""A training loop like torchtitan's trainer, with one of torchtitan's checkpoint managers or with fastckpt's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needed = pytest.mark.skipif(find_spec("torchtitan") is None, reason="NOT TESTED 
 
 
 def forge() -> AbstractContextManager[groups.Forge]:
-    """Makes groups of processes that have imported the managers, which saves a tenth of a second per rank."""
+    """Makes groups of processes that have imported the checkpoint managers, to save a tenth of a second per rank."""
     managers = "torchtitan.components.checkpointer,fastckpt.integrations.torchtitan"
     modules = f"harness.member,harness.titan,{managers}"
     return groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"})
@@ -44,9 +44,9 @@ class Optimizers:
 
 
 class Loader:
-    """A data loader like torchtitan's: each rank has its own key, with a pickle in bytes; or all have that of rank 0.
+    """A data loader like torchtitan's: each rank has its own key, with a pickle in bytes, or all share that of rank 0.
 
-    In the second case they are stages of a pipeline, and each draws its own random number.
+    Ranks that share a key are stages of a pipeline, and each of them has its own seed.
     """
 
     def __init__(self, *, is_shared=False):
@@ -58,7 +58,7 @@ class Loader:
         return {f"dp_rank_{0 if self.is_shared else rank}": pickle.dumps(values), "world_size": self.loaders()}
 
     def load_state_dict(self, state):
-        assert self.loaders() == state["world_size"], "torchtitan's goes on in as many"
+        assert self.loaders() == state["world_size"], "torchtitan's loader continues only with as many loaders"
         self.rows = pickle.loads(state[f"dp_rank_{0 if self.is_shared else dist.get_rank()}"])["rows"]
 
     def loaders(self):
@@ -82,7 +82,7 @@ def turned(name, value):
 
 
 class Adapter:
-    """Hugging Face's names and layout of the model of :mod:`harness.parallel`; tied weights are there once.
+    """Hugging Face's names and layout for the model of :mod:`harness.parallel`, with tied weights only once.
 
     Args:
         kind: ``"whole"``, or a fault of some of torchtitan's adapters: it ``"drops"`` a name, or it
@@ -109,7 +109,7 @@ class Adapter:
 
 
 def manager_of(kind, model, optimizer, schedule, *, folder, loader, progress, adapter=None, **config):
-    """A manager: torchtitan's own, the same with fastckpt ``installed``, or fastckpt's."""
+    """A manager: torchtitan's own, torchtitan's with fastckpt ``installed``, or fastckpt's."""
     if kind == "ours":
         from fastckpt.integrations.torchtitan import FastckptManager as Manager
     else:
@@ -128,7 +128,7 @@ def manager_of(kind, model, optimizer, schedule, *, folder, loader, progress, ad
         base_folder=str(folder),
     )
     if kind != "ours" and config.get("async_mode") == "async_with_pinned_mem":
-        # The manager's own stager needs a GPU for pinned memory; the other options are its own.
+        # The manager's own stager needs a GPU for pinned memory; this one differs only in that.
         manager.stager = DefaultStager(StagingOptions(False, True, True, False))
     return manager
 
@@ -155,19 +155,19 @@ def train(
         last: the last step.
         kind: the kind of manager.
         ends: whether ``last`` is the last step of the run.
-        seeds: whether it saves a seed at step 0.
-        dies: a step; this process is killed after it, and before its save.
+        seeds: whether the manager saves a seed checkpoint at step 0.
+        dies: the step after which, and before whose save, this process is killed.
         load: the step to load.
-        fails: a step; the last rank fails after it, and ends like torchtitan's program.
-        adapter: the kind of :class:`Adapter` that the manager has.
+        fails: the step after which the last rank fails, and ends like torchtitan's program.
+        adapter: the kind of the manager's :class:`Adapter`.
         change: another dtype of the model.
         told: parts of the only warnings in the log.
         **config: fields of its ``Config``.
 
     Returns:
-        The step and the row that it began with; and weights, moments and learning rate of this rank at the end.
+        The first step and row, and weights, moments and learning rate of this rank at the end.
     """
-    parallel.reference()  # it draws random numbers, once per process
+    parallel.reference()  # draws random numbers on its first call in a process
     torch.manual_seed(0)
     model, optimizer = parallel.build("fsdp", trained=False)
     if change is not None:
@@ -233,7 +233,7 @@ def end_of(model, optimizer, schedule):
 
 
 def pipeline(folder):
-    """Save two stages that read the same rows, and load them into others; the loaded values of this rank."""
+    """Save two stages that read the same rows, and load them into others; return (equal, (rows, step))."""
     ends = []
     for trained in (True, False):
         model, optimizer = parallel.build("pipeline", trained=trained)
@@ -252,7 +252,7 @@ def pipeline(folder):
 
 
 def llama(folder):
-    """Save a Llama of torchtitan with its own adapter, and load it into another; whether the two are equal."""
+    """Save a Llama of torchtitan with its own adapter, and load it into another; return whether both are equal."""
     from torch.distributed.fsdp import fully_shard
     from torchtitan.models.llama3 import Llama3StateDictAdapter, llama3_configs
 

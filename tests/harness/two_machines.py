@@ -1,7 +1,7 @@
-"""Scenarios of two machines that share a file system: each gets two ``(children, directory)``, where both directories
-are one, and a place for logs. test_nfs.py runs them in a user-mode Linux, test_fuse.py on two mounts of one directory.
+"""Scenarios of two machines that share a file system. Each gets two pairs ``(children, directory)``, whose directories
+are the same, and one for logs. test_nfs.py runs them in a user-mode Linux, test_fuse.py on two mounts of a directory.
 
-Where the order matters, a saver is stopped before a system call, not raced.
+If the order matters, the scenario stops a saver before a system call, instead of racing it.
 """
 
 # ruff: noqa: PTH208 - names as the kernel has them
@@ -19,7 +19,7 @@ from harness.jobs import SMALL
 
 SHARDS = {"nbytes": SMALL, "shard_size": SMALL // 2, "io": "threads"}
 READERS = ("load", "mmap", "open", "verify", "info")
-# The calls before which a saver is stopped and killed: while it writes, and all through the commit.
+# The calls before which a saver is stopped and killed: during its writes, and throughout the commit.
 POINTS = (
     ("fdatasync", (1,)),
     ("renameat", (1, 2, 3)),
@@ -38,21 +38,21 @@ def look(children, path, operation="load"):
 
 
 def told(child):
-    """The end of a save: None, or its exception."""
+    """None if the child's save succeeded, or its exception."""
     end = child.outcome()
     return end if isinstance(end, zygote.Raised) else None
 
 
 def tidy(directory, *names):
-    """Wait until only these are there; a client may need a moment to see that."""
+    """Wait until the directory has only these names, which a client may notice late."""
     try:
         machines.wait_until(lambda: sorted(os.listdir(directory)) == sorted(names), 10)
     except AssertionError:
-        raise AssertionError(f"litter: {sorted(os.listdir(directory))}, not {sorted(names)}") from None
+        raise AssertionError(f"the directory has {sorted(os.listdir(directory))}, not {sorted(names)}") from None
 
 
 def contend(one, two, names):
-    """Ten saves by each at once, to separate names; all must succeed. The last states are 18 and 19."""
+    """Both machines save ten times at once; all saves must succeed. The last states are 18 and 19."""
     children = [
         machine.start("contend", path=str(place / name), first=number, step=2, count=10, **SHARDS)
         for number, ((machine, place), name) in enumerate(zip((one, two), names, strict=True))
@@ -67,7 +67,7 @@ def contend(one, two, names):
 
 
 def different_names(one, two, logs):
-    """Two savers with separate names in one parent: no save takes the other's work for a leftover."""
+    """Two savers use different names in one parent: no save takes the other's files for a leftover."""
     contend(one, two, ["of-0", "of-1"])
     assert [look(two[0], two[1] / "of-0"), look(one[0], one[1] / "of-1")] == [18, 19]
     tidy(one[1], "of-0", "of-1")
@@ -75,7 +75,7 @@ def different_names(one, two, logs):
 
 
 def one_name(one, two, logs):
-    """Two savers of one name: each save succeeds, the last checkpoint is there, and so is a foreign file."""
+    """Two savers use one name: each save succeeds, and the last checkpoint and a foreign file are there."""
     save(one[0], one[1] / "step", 1000)
     (one[1] / "step" / "config.json").write_text("mine")
     contend(one, two, ["step", "step"])
@@ -102,7 +102,7 @@ def readers_beside_a_saver(one, two, logs):
 
 
 def stopped_but_alive(one, two, logs):
-    """A stopped saver is not dead: its work is not removed."""
+    """A stopped saver is not dead: no other save removes its files."""
     for name in ("mine", "other"):
         with machines.stopped_save(one[0], one[1] / "mine", logs / "log", "fdatasync") as child:
             save(two[0], two[1] / name, 7)
@@ -114,7 +114,7 @@ def stopped_but_alive(one, two, logs):
 
 
 def killed(one, two, logs):
-    """A saver is killed before any call: the other machine finds the whole old or new one, and sweeps the rest."""
+    """A saver is killed before any call: the other machine finds the whole old or new one, and sweeps leftovers."""
     hits = 0
     for call, turns in POINTS:
         for when in turns:
@@ -139,11 +139,11 @@ def killed(one, two, logs):
             assert look(one[0], path) == 3, where
             tidy(one[1], "step")
             tidy(two[1], "step")
-    assert hits >= 5, f"a saver was stopped {hits} times only"
+    assert hits >= 5, f"a saver was stopped only {hits} times"
 
 
 def killed_and_not_swept(one, two, logs):
-    """Without a proof of death on another machine, leftovers stay and do no harm; their own machine sweeps them."""
+    """Leftovers stay, and do no harm, while only their own machine can prove the saver's death: it sweeps them."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "fdatasync", index=2) as child:
@@ -157,7 +157,7 @@ def killed_and_not_swept(one, two, logs):
 
 
 def removed_by_its_owner(one, two, logs):
-    """Leftovers of a saver that dies during its clean-up do not come back when the user removes the checkpoint."""
+    """If a saver dies during its clean-up, its leftovers do not come back when the user removes the checkpoint."""
     for call, when in (("unlinkat", 1), ("unlinkat", 2), ("unlinkat", 3)):
         path = one[1] / "step"
         save(one[0], path, 1, **SHARDS)
@@ -180,7 +180,7 @@ def removed_by_its_owner(one, two, logs):
 
 
 def stopped_between_two_renames(one, two, logs):
-    """A reader puts the old checkpoint back if the saver takes too long; then the saver looks again."""
+    """A reader puts the old checkpoint back if the saver takes too long; then the saver checks again."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call = second_rename(one, logs)
@@ -193,7 +193,7 @@ def stopped_between_two_renames(one, two, logs):
 
 
 def aside_meanwhile(one, two, logs):
-    """A checkpoint that was moved aside vanishes while another machine's saver examines it, which then looks again."""
+    """A checkpoint that was moved aside vanishes while another machine's saver examines it; the saver checks again."""
     path = one[1] / "step"
     save(one[0], path, 1)
     call = second_rename(one, logs)
@@ -213,12 +213,12 @@ def aside_meanwhile(one, two, logs):
 
 
 def second_rename(machine, logs):
-    """The call that gives the old checkpoint's free name to the new one."""
+    """The call by which the new checkpoint gets the name that the old one has left."""
     return call_of_a_save(machine, logs, "rename,renameat,renameat2", lambda call, path: call.paths()[1:] == [path])
 
 
 def call_of_a_save(machine, logs, names, wanted):
-    """The number of the first wanted call of a save over a checkpoint, as strace counts: by thread and name."""
+    """Name and number of the first wanted call of a save over a checkpoint; strace counts by thread and name."""
     path = machine[1] / "probe"
     save(machine[0], path, 1, **SHARDS)
     child = machine[0].start("save_held", path=str(path), index=2, threads=1, **SHARDS)
@@ -239,7 +239,7 @@ def call_of_a_save(machine, logs, names, wanted):
 
 def emptied_meanwhile(one, two, logs):
     """A saver examines a checkpoint that it or another machine's saver moved aside. Meanwhile the checkpoint loses its
-    name and its manifest, like during a removal. What the saver sees then is no reason to refuse."""
+    name and its manifest, as in a removal. The save must not fail because of this."""
     path = one[1] / "step"
 
     def empty():
@@ -254,7 +254,7 @@ def emptied_meanwhile(one, two, logs):
     with contextlib.ExitStack() as held:
         with machines.stopped_save(one[0], path, logs / "log", *call, index=2, **SHARDS) as child:
             (aside,) = [name for name in os.listdir(two[1]) if name.startswith(".step.old-")]
-            # The first look at the manifest finds the checkpoint that was moved aside, the second examines it.
+            # The first open of the manifest finds the checkpoint that was moved aside, the second one examines it.
             stop = strace.stopping(rival.pid, logs / "rival", "openat2", 2, path=two[1] / aside)
             stopped = held.enter_context(stop)
             rival.go()
@@ -275,7 +275,7 @@ def emptied_meanwhile(one, two, logs):
 
 
 def rival_meanwhile(one, two, logs):
-    """A rival commits between a saver's look and its rename: a file that was added since is not lost."""
+    """Another saver commits between a saver's check and its rename: a file added since then is not lost."""
     path = one[1] / "step"
     save(one[0], path, 1)
     (path / "config.json").write_text("mine")
@@ -289,10 +289,10 @@ def rival_meanwhile(one, two, logs):
 
 
 def directory_meanwhile(one, two, logs):
-    """The user moves the checkpoint away between look and rename and puts a directory in its place: neither is
-    harmed. A directory that may be filled is filled, any other stays and the save raises."""
+    """Between check and rename, the user moves the checkpoint away and puts a directory in its place: neither is
+    harmed. A directory that a save may fill is filled; any other stays, and the save raises."""
     for deep in (True, False):
-        # Different names: a client may cache a removed one for half a minute.
+        # The names differ, because a client may cache a removed name for half a minute.
         name, moved = f"step-{deep}", f"moved-{deep}"
         path, other = one[1] / name, two[1] / name
         save(one[0], path, 1)
@@ -306,7 +306,7 @@ def directory_meanwhile(one, two, logs):
         assert thesis.exists(), f"{end}: {os.listdir(two[1])}, {os.listdir(other)}"
         assert thesis.read_text() == "the only copy"
         if deep:
-            assert end is not None, "there was nothing that may be replaced"
+            assert end is not None, "the save replaced a directory that it must keep"
             assert end.kind == "FileExistsError", end
         else:
             assert end is None, end
@@ -315,7 +315,7 @@ def directory_meanwhile(one, two, logs):
 
 
 def moved_meanwhile(one, two, logs):
-    """The user moves the checkpoint away between look and rename and a rival saves: the moved one is whole."""
+    """Between check and rename, the user moves the checkpoint away and another saver saves: the moved one is whole."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
@@ -347,7 +347,7 @@ def failing_commit(one, two, logs):
 
 
 def swept_before_its_lock(one, two, logs):
-    """A saver between creating and locking its manifest looks dead. It makes removed files again."""
+    """A saver that has created its manifest but not locked it looks dead. It makes the files again that are removed."""
     probe = one[1] / "probe"
     child = one[0].start("save_held", path=str(probe), index=1, nbytes=SMALL, threads=1)
     child.next()
@@ -366,8 +366,8 @@ def swept_before_its_lock(one, two, logs):
 
 
 def swept_in_the_middle(one, two, logs):
-    """One saver is stopped before its commit while another one sweeps, which is stopped within its sweep, if it
-    gets there: the first either commits everything or raises."""
+    """A saver is stopped before its commit while another saver sweeps, which is stopped within its sweep, if it
+    gets there: the first saver commits everything."""
     path = one[1] / "mine"
     save(one[0], path, 1, **SHARDS)
     with contextlib.ExitStack() as second:
@@ -386,12 +386,12 @@ def swept_in_the_middle(one, two, logs):
 
 
 def loader_overtaken(one, two, logs):
-    """The next scenario, for a slow file system."""
+    """Run `reader_overtaken` with two operations only, for a slow file system."""
     reader_overtaken(one, two, logs, ("load", "verify"))
 
 
 def reader_overtaken(one, two, logs, operations=READERS):
-    """A reader stopped in front of any of its opens, while the checkpoint is replaced, begins again."""
+    """A reader that is stopped before any of its opens while the checkpoint is replaced starts over."""
     path = one[1] / "step"
     index = 0
     save(one[0], path, index)
@@ -414,5 +414,5 @@ def reader_overtaken(one, two, logs, operations=READERS):
                 if not hit:
                     break
                 hits += 1
-        assert hits >= 2, f"{operation} was stopped {hits} times only"
+        assert hits >= 2, f"{operation} was stopped only {hits} times"
     tidy(one[1], "step")

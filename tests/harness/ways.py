@@ -1,4 +1,4 @@
-"""Every way from a checkpoint to its bytes: no way may accept what another refuses."""
+"""Every way to read a checkpoint: no way may accept what another one refuses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.options import grouped
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")
-#: Ways with more than one operation: they read the structure first.
+#: Ways of more than one operation, because they read the structure first.
 OPERATIONS = {"into": 2, "strided": 2}
 #: Guard bytes before and after each target, which show a write beyond it.
 GUARD = 64 << 10
 _FILL = 0x5A
-#: Bytes of this length are stored like tensors.
+#: From this length on, bytes are stored like tensors.
 _LONG = 4096
-#: Larger targets are not made, nor more deeply nested ones.
+#: Targets larger than this, or nested more deeply, are not made.
 _LARGEST = 64 << 20
 _DEEPEST = 50
 
@@ -53,7 +53,7 @@ def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> 
 
 
 def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) -> Any:
-    """Load into targets that match the manifest, like those of a program that trusts it."""
+    """Load into targets that match the manifest, as in a program that trusts the manifest."""
     try:
         shown = fastckpt.open(path).structure
     except Exception:  # noqa: BLE001 - loading is to say so itself
@@ -64,11 +64,11 @@ def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) 
         return fastckpt.load(path, into=state, framework=framework, **options)
     finally:
         if any((guard != _FILL).any() for guard in guards):
-            raise AssertionError("written beyond a target")
+            raise AssertionError("the load wrote beyond a target")
 
 
 def _targets(shown: Any, framework: str, guards: list[np.ndarray], *, strided: bool, depth: int) -> Any:
-    """``shown`` with a target in place of each tensor."""
+    """The structure ``shown`` with a target in place of each tensor."""
     if type(shown) is fastckpt.types.TensorInfo:
         return _target(shown, framework, guards, strided=strided)
     if depth == _DEEPEST:
@@ -103,7 +103,7 @@ def _target(info: fastckpt.types.TensorInfo, framework: str, guards: list[np.nda
 
 
 def contents(state: Any) -> list[bytes]:
-    """The bytes of everything that a state stores as tensors; without recursion: a mutant may be deeply nested."""
+    """The bytes of all that a state stores as tensors. The walk is a loop, because mutants may nest deeply."""
     found = []
     todo = [state]
     torch = sys.modules.get("torch")
@@ -112,7 +112,7 @@ def contents(state: Any) -> list[bytes]:
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
             todo += item.ravel().tolist()
         elif isinstance(item, np.ndarray):
-            # For an array that repeats its base, the base; for one with fields all bytes, also between the fields.
+            # An array that repeats its base counts as the base; an array with fields includes the bytes between them.
             item = item[tuple(slice(None if step else 1) for step in item.strides)]
             found.append(item.view(f"V{item.itemsize}").tobytes() if item.dtype.names else item.tobytes())
         elif torch is not None and isinstance(item, torch.Tensor):
@@ -130,7 +130,7 @@ def contents(state: Any) -> list[bytes]:
 
 
 def forget() -> None:
-    """Free what the stand-in device holds; no tensor on it may be in use."""
+    """Free all memory of the stand-in device; no tensor on it may be in use."""
     standin = sys.modules.get("harness.standin")
     if standin is not None:
         standin._memory.clear()

@@ -1,4 +1,4 @@
-"""Wheels that a test writes, and environments for them: no index, no network."""
+"""Wheels that a test writes, and environments for them, without an index or network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def write(directory: Path, name: str, version: str, files: dict[str, bytes | Path], commands: str = "") -> Path:
-    """Write a wheel for any Python; ``files`` by their path in site-packages, as bytes or source paths."""
+    """Write a wheel for any Python; ``files``: bytes or source paths, by path in site-packages."""
     about = f"{name.replace('-', '_')}-{version}.dist-info"
     whole: dict[str, bytes] = {to: data if isinstance(data, bytes) else data.read_bytes() for to, data in files.items()}
     whole[f"{about}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
@@ -39,7 +39,7 @@ def _sum(data: bytes) -> str:
 
 
 def of_the_installed_package(directory: Path) -> Path:
-    """Write a wheel of the tested fastckpt: its files, under its name, with its command."""
+    """Write a wheel of the tested fastckpt, with its files, name and command."""
     files: dict[str, bytes | Path] = {
         f"fastckpt/{path.relative_to(_TREE).as_posix()}": path
         for path in sorted(_TREE.rglob("*"))
@@ -54,7 +54,7 @@ def of_the_installed_package(directory: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment with each of ``packages`` from its directory, without neighbours."""
+    """A virtual environment with each of ``packages`` from its directory, and with no other packages."""
 
     def __init__(self, directory: Path, wheels: Path, packages: list[Path]) -> None:
         self.bin = directory / "bin"
@@ -70,7 +70,7 @@ class Environment:
         (self.site / "borrowed.pth").write_text(f"{borrowed}\n", encoding="utf-8")
 
     def pip(self, *arguments: str) -> str:
-        """Run pip on this environment, with only the given wheels; its output on both streams."""
+        """Run pip in this environment, with only the given wheels; return its output of both streams."""
         command = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), *arguments]
         if "install" in arguments:
             command += ["--no-index", "--no-deps", "--no-compile", "--find-links", str(self._wheels)]
@@ -79,7 +79,7 @@ class Environment:
         return done.stdout + done.stderr
 
     def run(self, command: str, *arguments: str, status: int = 0, **variables: str) -> tuple[str, str]:
-        """Run a command of this environment; its output and its error output."""
+        """Run a command of this environment; return its output and its error output."""
         done = subprocess.run(
             [self.bin / command, *arguments],
             env={**{name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}, **variables},

@@ -1,8 +1,8 @@
-"""Workers of a test run are forks of one process that has collected the tests and so imported all modules. An
-interpreter takes ten seconds for that, and a fork one second to collect again.
+"""Makes the workers of a test run forks of one process that has collected the tests and imported all modules. An
+interpreter takes ten seconds for this, and a fork takes one second to collect again.
 
-The process that hands out the tests starts the trunk, and has xdist start this file in place of an interpreter. This
-file passes on the streams between the fork and xdist, and runs as long as the fork.
+The process that distributes tests starts the trunk, and makes xdist start this file in place of an interpreter. This
+file connects the streams of the fork with xdist, and runs for as long as the fork.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def trunk(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def serve(path: str, arguments: Sequence[str]) -> None:
-    """The trunk: collect, and fork on request until the other end of standard input closes."""
+    """Be the trunk: collect, and fork on request until the other end of standard input closes."""
     import pytest
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(path)
         listening.listen(64)
         print("ready", flush=True)
-        # Each worker reports failed imports.
+        # Errors of imports are not printed here, because each worker reports them.
         said = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(said, number)
         pytest.main([*arguments, "-n", "0", "--collect-only", "-q"])
-        from harness import zygote  # after pytest: a plugin may have to be imported first
+        from harness import zygote  # after pytest's import, because a plugin may have to come first
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for them
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for its forks
         while sys.stdin.fileno() not in select.select([sys.stdin.fileno(), listening], [], [])[0]:
             with listening.accept()[0] as asking:
                 message, streams, _, _ = socket.recv_fds(asking, zygote.LARGEST_REQUEST, 3)
@@ -75,7 +75,7 @@ def serve(path: str, arguments: Sequence[str]) -> None:
 
 
 def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
-    """Be the interpreter that xdist requested."""
+    """Act as the interpreter that xdist requested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, each in enumerate(streams):
@@ -92,7 +92,7 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
 
 
 def ask(path: str, command: Sequence[str]) -> None:
-    """Have the trunk fork, and wait until the fork has ended."""
+    """Make the trunk fork, and wait until the fork has ended."""
     request = {"variables": dict(os.environ), "folder": str(Path.cwd()), "command": list(command)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
         asking.connect(path)
@@ -101,12 +101,12 @@ def ask(path: str, command: Sequence[str]) -> None:
     # For xdist, a closed stream means a dead worker.
     for number in (0, 1):
         os.close(number)
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the fork has ended
         select.select([os.pidfd_open(pid)], [], [])
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules are harness's
+    del sys.path[0]  # this folder: its modules are imported as harness.NAME
     if sys.argv[1] == "serve":
         serve(sys.argv[2], sys.argv[3:])
     else:

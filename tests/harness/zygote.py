@@ -1,9 +1,9 @@
-"""Child processes by the hundred: one small process imports everything once and forks for each trial.
+"""Hundreds of child processes: one small process imports everything once and forks for each trial.
 
 A trial that kills, limits or strips its process needs a separate process, and an interpreter takes 300 ms to start;
 a fork takes 5 ms. The children run the functions of :mod:`harness.jobs` by name (those of another module as
-``module:name``) and answer in JSON lines. ``FASTCKPT_TEST_IMPORT`` names modules to import once, before any fork;
-``FASTCKPT_TEST_HUGE=1`` spends a second on forks that take a third of the time where much is imported.
+``module:name``) and reply in JSON lines. ``FASTCKPT_TEST_IMPORT`` names modules to import once, before any fork;
+``FASTCKPT_TEST_HUGE=1`` spends a second so that forks with many imports take a third of the time.
 """
 
 # ruff: noqa: BLE001 - every exception of a child goes to its parent
@@ -34,30 +34,30 @@ from typing import Any, NoReturn
 PR_SET_PTRACER = 0x5961_6D61
 PR_SET_PTRACER_ANY = (1 << 64) - 1
 HUGE_PAGE = 2 << 20
-#: The variable that names modules to import after those of ``FASTCKPT_TEST_IMPORT``: kinds that differ only by it are
-#: forked from one process, which has imported those.
+#: The variable that names modules to import after those of ``FASTCKPT_TEST_IMPORT``. Kinds that differ only in it are
+#: forked from one process with the imports of ``FASTCKPT_TEST_IMPORT``.
 MORE = "FASTCKPT_TEST_IMPORT_MORE"
 MADV_COLLAPSE = 25
 TESTS = Path(__file__).resolve().parents[1]
-#: The address of the broker of :mod:`harness.sharing`, whose zygotes have modules that are imported once for all
-#: workers; None without a broker.
+#: The address of the broker of :mod:`harness.sharing`, which shares the imports of zygotes among all workers; None
+#: without a broker.
 broker: str | None = None
-# A request to it is one message, with its descriptors: a stream could split it, and lose them.
+# A request to the broker is one message with its descriptors: a stream could split it, and lose the descriptors.
 LARGEST_REQUEST = 1 << 20
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, without a choice of engine, and with the harness within reach."""
+    """This process's environment, without a choice of engine, and with the harness on Python's path."""
     plain = {key: value for key, value in os.environ.items() if key != "FASTCKPT_IO"}
     return {**plain, "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
 
 
 class DiedError(AssertionError):
-    """The child ended without an answer: it was killed, or crashed."""
+    """The child ended without a reply: it was killed, or crashed."""
 
 
 class HungError(AssertionError):
-    """The child gave no answer in time."""
+    """The child did not reply in time."""
 
 
 def ending(status: int) -> str:
@@ -67,21 +67,21 @@ def ending(status: int) -> str:
 
 
 class Channel:
-    """JSON lines over a socket, both ways."""
+    """A channel of JSON lines over a socket, in both directions."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._buffer = b""
 
     def __del__(self) -> None:
-        # The last messages of a killed child may be read long after its end, so only this object knows when to close.
+        # A killed child's last messages may be read long after its end, so the socket is closed only with this object.
         self.sock.close()
 
     def send(self, value: Any) -> None:
         self.sock.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The next value; ``EOFError`` at the end, ``TimeoutError`` when none comes."""
+        """The next value; raise ``EOFError`` at the end, and ``TimeoutError`` if no value comes in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._buffer:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -99,7 +99,7 @@ class Channel:
 
 @dataclass
 class Raised:
-    """An exception of a child, in JSON."""
+    """A child's exception, as JSON describes it."""
 
     kind: str
     bases: list[str]
@@ -111,7 +111,7 @@ class Raised:
 
 @dataclass
 class Child:
-    """One forked process and its job. ``inner`` is its number in the zygote's namespace, ``pid`` its number here."""
+    """One forked process and its job. ``inner`` is its pid in the zygote's namespace, ``pid`` its pid here."""
 
     pid: int
     inner: int
@@ -131,7 +131,7 @@ class Child:
         return message["report"]
 
     def outcome(self, timeout: float = 60.0) -> Any:
-        """The result of the job, or a :class:`Raised`; its reports on the way are kept in ``reports``."""
+        """The result of the job, or a :class:`Raised`; reports that come before it are kept in ``reports``."""
         while True:
             message = self._message(timeout)
             if "report" in message:
@@ -147,7 +147,7 @@ class Child:
             raise DiedError(f"child {self.pid} {ending(self.wait())}") from None
         except TimeoutError:
             self.kill()
-            raise HungError(f"child {self.pid} said nothing for {timeout} s") from None
+            raise HungError(f"child {self.pid} sent nothing for {timeout} s") from None
 
     def drain(self) -> list[Any]:
         """All reports of a killed child, including unread ones from before its death."""
@@ -159,42 +159,42 @@ class Child:
         return self.reports
 
     def signal(self, number: int) -> None:
-        # Only the zygote reaps, and only on request, so the pid is still this child's.
+        # Only the zygote reaps children, and only on request, so the pid still belongs to this child.
         os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until all of its threads have stopped: until then they go on."""
+        """Send SIGSTOP, and wait until all threads have stopped: until then they run on."""
         self.signal(signal.SIGSTOP)
         self.until_stopped()
 
     def until_stopped(self) -> None:
-        """Wait until a pending signal has stopped it."""
+        """Wait until a pending signal has stopped the child."""
         status = Path(f"/proc/{self.pid}/stat")
         limit = time.monotonic() + 60
         while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "T":
             if time.monotonic() > limit:
-                raise AssertionError(f"child {self.pid} does not stop")
+                raise AssertionError(f"child {self.pid} did not stop")
             time.sleep(0.001)
 
     def kill(self) -> int:
-        """SIGKILL, and wait until the process is gone; returns the wait status."""
+        """Send SIGKILL, wait until the process is gone, and return the wait status."""
         if self.status is None:
             self.signal(signal.SIGKILL)
         return self.wait()
 
     def ended(self) -> bool:
-        """Whether it has run to its end, or was killed."""
+        """Whether the child has ended or was killed."""
         return " Z " in Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8")
 
     def wait(self) -> int:
-        """The wait status; blocks until the process is gone and with it its locks."""
+        """Wait until the process and its locks are gone, and return the wait status."""
         if self.status is None:
             self.status = self.zygote.reap(self.inner)
         return self.status
 
 
 class Forked:
-    """A process that another one has forked for this one, with a part of the interface of ``Popen``."""
+    """A process that another process has forked for this one, with a part of ``Popen``'s interface."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -204,12 +204,12 @@ class Forked:
         over = select.select([self._ended], [], [], timeout)[0]
         os.close(self._ended)
         if not over:
-            raise AssertionError(f"zygote {self.pid} does not end")
+            raise AssertionError(f"zygote {self.pid} did not end")
 
 
 def _shared(kind: dict[str, str], variables: dict[str, str]) -> socket.socket:
-    """A socket to a new zygote whose modules were imported with ``kind`` in the environment, and which has
-    ``variables`` in its own."""
+    """A socket to a new zygote, which imported its modules with ``kind`` in the environment, and has
+    ``variables`` in its environment."""
     ours, theirs = socket.socketpair()
     request = {"kind": kind, "variables": variables, "folder": str(Path.cwd())}
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
@@ -219,11 +219,11 @@ def _shared(kind: dict[str, str], variables: dict[str, str]) -> socket.socket:
 
 
 class Zygote:
-    """The process that forks; several threads may ask it. Use :func:`running`."""
+    """The process that forks, which several threads may use. Use :func:`running`."""
 
     def __init__(self, *prefix: str, env: dict[str, str] | None = None, own: dict[str, str] | None = None) -> None:
-        """``own``: variables that are set after all imports."""
-        # A BLAS pool would have threads in a forking process.
+        """Start the zygote. ``own``: variables that are set after all imports."""
+        # A BLAS thread pool would add threads to a process that forks.
         kind = {"OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(env or {})}
         variables = {**environment(), **kind, **(own or {})}
         shared = broker is not None and not prefix
@@ -236,7 +236,7 @@ class Zygote:
             theirs.close()
             self.control = Channel(ours)
         self._lock = threading.Lock()
-        # It imports torch and more, which takes a second, or minutes on a busy machine.
+        # The zygote imports torch and more, which takes a second, or minutes on a busy machine.
         pid = self.control.receive(300)
         if shared:
             self.process = Forked(pid)
@@ -248,13 +248,13 @@ class Zygote:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
             # A descriptor travels with a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
             if self.control.receive(60) != "socket":
-                raise AssertionError("the zygote is out of step")
+                raise AssertionError("the zygote sent an unexpected reply")
             socket.send_fds(self.control.sock, [b"\n"], [theirs.fileno()])
             inner = self.control.receive(60)
         return Child(self._outer(inner), inner, Channel(ours), self)
 
     def _outer(self, inner: int) -> int:
-        """The number of a child here, if a prefix of ``unshare --pid`` gives it another one inside."""
+        """The pid here of a child that has another pid inside the namespace of an ``unshare --pid`` prefix."""
         space = Path(f"/proc/{self.process.pid}/ns/pid_for_children").readlink()
         if space == Path("/proc/self/ns/pid").readlink():
             return inner
@@ -267,7 +267,7 @@ class Zygote:
         raise AssertionError(f"no process {inner} in {space}")
 
     def run(self, job: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """Run a job to its end in a child; its result, or a :class:`Raised`."""
+        """Run a job to its end in a child; return its result, or a :class:`Raised`."""
         return self.start(job, **arguments).outcome(timeout)
 
     def reap(self, pid: int) -> int:
@@ -279,7 +279,7 @@ class Zygote:
 @contextlib.contextmanager
 def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]:
     """A zygote for the ``with`` statement; ``prefix`` is a command to run it under."""
-    # The counters of killed children would pile up in the directory of a real monitor.
+    # The counters of killed children would accumulate in the directory of a real monitor.
     with tempfile.TemporaryDirectory(prefix="fastckpt-top-", dir="/dev/shm") as counters:
         zygote = Zygote(*prefix, env=env, own={"FASTCKPT_TOP_DIR": counters})
         try:
@@ -292,9 +292,9 @@ def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]
 def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
     code = 70
     try:
-        # A test run in the background ignores SIGINT; restore the default of users' programs.
+        # A test run in the background ignores SIGINT; restore the default that users' programs have.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Let strace attach even if Yama allows only ancestors.
+        # Allow strace to attach even if Yama permits this only to ancestors.
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
         if request["hold"]:
             channel.receive()
@@ -339,13 +339,13 @@ def _gather_memory() -> None:
 
 def prepare() -> None:
     """Do the imports that the environment names, before forks."""
-    # Imports make no garbage, and the search for it takes a fifth of the time.
+    # Imports make no garbage, but the search for garbage takes a fifth of the time.
     gc.disable()
     importlib.import_module("harness.jobs")
     for variable in ("FASTCKPT_TEST_IMPORT", MORE):
         for module in filter(None, os.environ.get(variable, "").split(",")):
             importlib.import_module(module)
-    # A collection in a child would write to every object, and so copy the pages shared with this process.
+    # A collection in a child would write to every object, and so copy all pages shared with this process.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -354,7 +354,7 @@ def prepare() -> None:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """The zygote's loop: fork or reap on request, until the other side closes."""
+    """Run the zygote's loop: fork or reap on request, until the other side closes."""
     control = Channel(socket.socket(fileno=descriptor))
     control.send(os.getpid())
     while True:

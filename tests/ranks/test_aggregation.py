@@ -1,4 +1,4 @@
-"""Which ranks write an extent, on a file system that locks extents for writers, like those that machines share."""
+"""Which ranks write an extent, on a file system that locks extents for writers, as shared file systems do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTENT = 4 << 20
 
 
 def _state() -> dict[str, torch.Tensor]:
-    """Tensors of which each rank has at most 32 KiB; 12.8 MB in all."""
+    """Tensors of 12.8 MB in total, each with at most 32 KiB on a rank."""
     made = torch.Generator().manual_seed(5)
     rows = [64 - number % 5 for number in range(100)]
     return {f"{n:03}": torch.randint(99, (size, 512), dtype=torch.int32, generator=made) for n, size in enumerate(rows)}
@@ -40,14 +40,14 @@ def test_an_extent_changes_its_owner_only_between_pieces_in_place(lasting, tmp_p
     alone = (tmp_path / "alone" / name).read_bytes()
     extents = -(-len(alone) // EXTENT)
     for aggregate in ("off", str(RANKS), "auto"):
-        # Counted, not measured: a grant takes no time.
+        # The test counts grants and measures no time, so a grant takes none.
         with mounts.extent_locks(extent=EXTENT, grant=0.0) as (point, counted), lasting(RANKS) as group:
             told = group.run(_save, point / "c", aggregate)
             grants, seen, writes = counted()[name]
-            assert (point / "c" / name).read_bytes() == alone, "the bytes of a save by one process"
+            assert (point / "c" / name).read_bytes() == alone, "the files equal those of one process"
         assert seen == extents
         if aggregate == "off":
-            # Each rank has pieces in each extent, except perhaps in the last. How often it comes back is chance.
+            # Each rank has pieces in each extent, except perhaps in the last. How often it returns there is chance.
             assert grants >= RANKS * (extents - 1)
             assert writes >= 100 * RANKS
             continue

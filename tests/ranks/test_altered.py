@@ -1,4 +1,4 @@
-"""One bit that changes between ranks: both sides raise, the old checkpoint is unchanged, and the next call works."""
+"""One bit changes between ranks: both sides raise, the old checkpoint is unchanged, and the next call works."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from fastckpt.dcp import Reader, Writer
 from harness import altered
 from harness.parallel import dist, torch
 
-#: Columns: most pages of the file, and most blocks that are read, have bytes of all ranks.
+#: Tensors spread by columns: most pages of the files, and most blocks in a load, have bytes of all ranks.
 SHAPES = {"a": (301, 1200), "b": (3, 40), "c": (5000, 90)}
 
 
@@ -46,7 +46,7 @@ def call(how, path, number):
 
 
 def under(how, path, number, rank, context, *given):
-    """One rank makes the call while its incoming bytes are altered; returns the alteration and the exception."""
+    """Make the call on all ranks, with altered incoming bytes on one rank; return the alteration and the exception."""
     found = []
     alters = getattr(altered, context)(*given, found) if dist.get_rank() == rank else contextlib.nullcontext()
     try:
@@ -71,7 +71,7 @@ def test_an_altered_message_is_an_error_on_both_sides(forge, tmp_path, how):
     met = 0
     with forge.group(ranks) as group:
         group.run(over_network)
-        # The checksum at the end is a part of the message.
+        # A message ends with its checksum, which is altered, too.
         for rank, place in [(rank, place) for rank in range(ranks) for place in (dice.random(), 1)]:
             outcomes = group.run(under, how, path, 1, rank, "message", 0, place)
             giver = outcomes[rank][0]
@@ -97,7 +97,7 @@ def test_an_altered_message_is_an_error_on_both_sides(forge, tmp_path, how):
 @pytest.mark.parametrize("kind", ["up", "verdict"])
 @pytest.mark.parametrize("how", ["save", "load", "dcp.save"])
 def test_an_altered_word_is_an_error_on_all_ranks(forge, tmp_path, how, kind):
-    """The exception is the answer of the last round: everything is committed by then, and that rank cannot know."""
+    """If the answer of the last round is altered, everything is committed, but that rank cannot know this."""
     dice, path, ranks = random.Random(how + kind), tmp_path / "c", 3
     fastckpt.save(full(0), path)
     met = 0

@@ -68,7 +68,7 @@ def interrupt(*_):
 
 
 def interrupted(path):
-    """A call is interrupted while it waits for another of the same rank; the program goes on and saves again."""
+    """Interrupt a call that waits for another call of the same rank; the program continues and saves again."""
     begun, go_on = threading.Event(), threading.Event()
 
     def first():
@@ -118,7 +118,7 @@ def test_a_call_that_is_interrupted_before_its_turn_holds_nobody_up(forge, tmp_p
 
 
 def from_below(path):
-    """A call from within a save of the same thread, as from a signal handler."""
+    """Call from within a save of the same thread, as a signal handler does."""
     told = []
 
     def default(_):
@@ -141,7 +141,7 @@ def test_a_call_from_within_another_is_refused_at_once(forge, tmp_path):
         for told, seconds in group.run(from_below, tmp_path / "c", timeout=120):
             assert len(told) == 1
             assert "this thread is in a save or load of the same process group" in told[0]
-            assert seconds < 30, "it was told by the timeout, and not at once"
+            assert seconds < 30, "the error came by the timeout, and not at once"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["c-1", "c-3"]
 
 
@@ -197,7 +197,7 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
         patch.setattr(threading.Thread, "start", started)
         with pytest.raises(KeyboardInterrupt):
             distributed.save_async(state(7), tmp_path / "c")
-    # The next save gets returned memory, if there is any.
+    # The next save gets the memory that the first one has returned, if it has.
     distributed.save_async(state(8), tmp_path / "d", io=fastckpt.IO(max_in_flight=2))
     go_on.set()
     fastckpt.background.drain(30)

@@ -30,7 +30,7 @@ def device():
 def values():
     torch.manual_seed(5)
     return {
-        # Rank 1 has nothing of this.
+        # Rank 1 has no part of this tensor.
         "one": torch.randn(1, 5),
         "rows": torch.randn(ROWS, 500),
         "columns": torch.randn(40, ROWS),
@@ -40,7 +40,7 @@ def values():
 
 
 def state(spread, *, empty):
-    """The values on the device of this rank, some of them spread over all ranks."""
+    """The state on this rank's device, with some tensors spread over all ranks."""
     made = {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, whole in values().items():
@@ -52,7 +52,7 @@ def state(spread, *, empty):
             continue
         made[name] = distribute_tensor(whole, mesh, [Shard(dim)])
         local = made[name]._local_tensor
-        # Columns are not contiguous in the memory of a rank.
+        # A rank's columns are not contiguous in its memory.
         made[name]._local_tensor = local.to(standin.NAME) if dim == 0 else local.t().contiguous().to(standin.NAME).t()
     return made
 
@@ -69,7 +69,7 @@ def differences(found):
 
 
 def save_and_load(path, spread, io):
-    """The differences after the load, the bytes from other ranks, and the number of requests to the device."""
+    """Save and load; return the differences, the bytes from other ranks, and the number of requests to the device."""
     saved = distributed.save(state(spread, empty=False), path, per_rank={"own": state(False, empty=False)["same"]})
     into = state(spread, empty=True)
     for value in into.values():
@@ -86,17 +86,17 @@ def test_ranks_save_and_load(forge, tmp_path, spread, io):
         done = group.run(save_and_load, tmp_path / "c", spread, io)
     assert [different for different, *_ in done] == [[], []]
     assert [(same, warnings) for _, _, same, warnings in done] == [(True, ())] * 2
-    # With direct I/O one rank reads and sends to the other.
+    # With direct I/O, one rank reads and sends to the other rank.
     assert any(peers for _, peers, *_ in done) is (io == "threads")
     loaded = fastckpt.load(tmp_path / "c")
     assert all(torch.equal(loaded[name], value) for name, value in values().items())
 
 
 def step_at_once(path):
-    """Tensors change in order after a step on the device, and their copies have not begun when the host continues."""
+    """Change tensors after a step on the device, while their copies have not begun: streams keep the order."""
     given = state(True, empty=False)
-    del given["columns"]  # the stand-in makes it contiguous on the host
-    distributed.save_async(given, path).result(60)  # the memory is pinned from here on
+    del given["columns"]  # the stand-in makes this tensor contiguous on the host
+    distributed.save_async(given, path).result(60)  # from now on the memory is pinned
     parameter = torch.nn.Parameter(torch.ones(3).to(standin.NAME))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)

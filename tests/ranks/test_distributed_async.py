@@ -1,4 +1,4 @@
-"""Asynchronous saves of all ranks: changes by the caller meanwhile, failures, order, and the end of the process."""
+"""Asynchronous saves of all ranks: concurrent changes of the state, failures, order, and the end of the process."""
 
 import gc
 import os
@@ -40,7 +40,7 @@ def check(path, value):
 
 
 def copied(path):
-    """Bytes that this rank copies of a sharded tensor, and of a replicated one."""
+    """Bytes that this rank copies of a sharded and of a replicated tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.ones(64, 1000)
     cut = distributed.save_async({"w": parallel.distributed(whole, mesh, [Shard(0)])}, path).result(60)
@@ -55,7 +55,7 @@ def test_a_rank_copies_what_a_plan_says(forge, tmp_path):
 
 
 def save_twice(path):
-    """The second save waits for the first; the state changes as soon as the calls return."""
+    """Save twice, where the second save waits for the first, and change the state as soon as the calls return."""
     handles = []
     for value in (1, 2):
         mine, number = state(value), dist.get_rank() + value
@@ -85,7 +85,7 @@ def test_the_state_may_change_when_the_call_returns(forge, tmp_path):
 
 
 def mix(path):
-    """Asynchronous and other operations of one group keep their order on all ranks."""
+    """Mix asynchronous and other operations of a group, which keep their order on all ranks."""
     pending = distributed.save_async(state(1), f"{path}-1")
     distributed.save(state(2), f"{path}-2")
     assert pending.done()
@@ -104,7 +104,7 @@ def test_operations_keep_their_order(forge, tmp_path):
 
 
 def save_beside(path):
-    """The second save copies while the first, its base, is held; the third runs beside a save of a single process."""
+    """Make a save that copies while its base is still being written, and a save beside that of a single process."""
     release, real = threading.Event(), RanksJob._write
 
     def held(job):
@@ -180,7 +180,7 @@ def fail_unasked(path, other):
     except (fastckpt.exceptions.RanksError, ValueError) as error:
         error.pending_save.result()
         return str(error)
-    raise AssertionError("nobody was told")
+    raise AssertionError("no error was reported")
 
 
 def test_the_next_save_raises_what_nobody_asked_for(forge, tmp_path):
@@ -192,7 +192,7 @@ def test_the_next_save_raises_what_nobody_asked_for(forge, tmp_path):
 def cancel(path):
     dist.barrier()
     if dist.get_rank() == 0:
-        # The other rank comes later, so nothing is durable before.
+        # The other rank calls later, so nothing is durable before that.
         pending = distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60))
         pending._cancelled = True
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Loads by ranks from checkpoints of any origin, and how often they read them."""
+"""Loads by ranks from checkpoints of any origin, and how often the ranks read a checkpoint."""
 
 import signal
 
@@ -13,7 +13,7 @@ from harness.groups import Strike
 from harness.parallel import dist, torch
 from harness.reports import with_report
 
-# Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
+# Each way to spread the state, with the number of ranks. A pipeline cannot tie its weights.
 WAYS = [
     *[("single", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp", 4)],
     *[("tp_fsdp", 4), ("ddp", 4), ("pipeline", 2)],
@@ -32,7 +32,7 @@ def save(topology, path, tied):
 
 @pytest.fixture(scope="module")
 def written(lasting, tmp_path_factory):
-    """A checkpoint of each way: the paths of those with tied weights, and of those without."""
+    """A checkpoint written in each way: the paths by whether weights are tied."""
     folder = tmp_path_factory.mktemp("written")
     found = {True: [], False: []}
     for topology, size, tied in WRITTEN:
@@ -68,14 +68,14 @@ def differences(found, expected, at="state"):
 
 
 def untangled(state):
-    """A state whose optimizer lists this stage's parameters, in order: a pipeline saves the union over its stages."""
+    """A state whose optimizer lists only this stage's parameters, in order: a pipeline saves those of all stages."""
     for group in state["optimizer"]["param_groups"]:
         group["params"] = sorted(name for name in group["params"] if name in state["optimizer"]["state"])
     return state
 
 
 def spoiled(state):
-    """The tensors of a state, with other values than any checkpoint, in new dicts and lists."""
+    """Fill the tensors of a state with values that no checkpoint has; return them in new dicts and lists."""
     if isinstance(state, dict):
         return {key: spoiled(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -86,7 +86,7 @@ def spoiled(state):
 
 
 def load_all(topology, paths, tied, io):
-    """Load each of the checkpoints into a state with other values; compare with the state of one process."""
+    """Load each checkpoint into a state with other values; return the differences from the state of one process."""
     expected = untangled(parallel.state(topology, tied=tied))
     others = parallel.state(topology, trained=False, tied=tied)
     found = []
@@ -94,7 +94,7 @@ def load_all(topology, paths, tied, io):
         state = spoiled(others)
         again = distributed.load(path, into=state, io=io)
         if not all(again["model"][key] is value for key, value in state["model"].items()):
-            found.append(f"{path}: other tensors")
+            found.append(f"{path}: the load replaced tensors")
         found += [f"{path}: {text}" for text in differences(untangled(again), expected)]
     return found
 
@@ -169,7 +169,7 @@ def test_ranks_that_exchange_read_the_storage_once(forge, tmp_path, how):
     assert peers == sent
     assert peers >= {"replicas": 3 * total, "columns": total // 2, "rows": 20}[how]
     assert "from storage" in str(reports[0])
-    # The work is shared.
+    # The ranks share the reading.
     assert max(report.bytes_storage for report in reports) < total / 2
 
 
@@ -180,7 +180,7 @@ def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
         reports = group.run(load_large, tmp_path / "c", how, "buffered")
     assert {report.engine for report in reports} == {"buffered"}
     assert sum(report.bytes_peers for report in reports) == 0
-    # The kernel counts all reads of a process, including code that was dropped from memory.
+    # The kernel counts all reads of a process, even those of code that it had evicted.
     assert sum(report.bytes_storage for report in reports) <= 1.5 * (LARGE * 4 + 20)
 
 
@@ -335,7 +335,7 @@ def test_each_rank_gets_its_own_state_back(forge, tmp_path):
     assert distributed.load_per_rank(tmp_path / "c", rank=2)["position"] == 20
     with pytest.raises(ValueError, match="from 0 to 2, not 3"):
         distributed.load_per_rank(tmp_path / "c", rank=3)
-    # The state itself does not have them.
+    # The state itself lacks the values of single ranks.
     assert fastckpt.load(tmp_path / "c").keys() == {"w"}
 
 
@@ -349,7 +349,7 @@ def load_and_tell(path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_stopped_while_the_manifest_is_passed_on_is_named_in_time(forge, tmp_path, rank):
-    """No rank is in a round: a rank that waits for the manifest must notice a silent one, and not be silent itself."""
+    """Outside rounds, a rank that waits for the manifest must notice a silent rank, and must not be silent itself."""
     fastckpt.save({"w": torch.ones(100)}, tmp_path / "c")
     strike = Strike(rank, points.BROADCAST, signal.SIGSTOP)
     with forge.group(3) as group, stillness.watched() as still:

@@ -1,4 +1,4 @@
-"""The files that all ranks write together are those that one process writes, however the state is spread."""
+"""All ranks together write the same files as one process, however the state is spread."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ IDS = [f"{topology}{size}" for topology, size in SPREAD]
 
 
 def shards(path):
-    """The SHA-256 of each file of tensors, and the rest of the manifest that the state makes."""
+    """The SHA-256 of each shard, and the structure from the manifest."""
     files = path.rglob("*.safetensors")
     found = {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def save_alone(path, tied):
 
 @pytest.fixture(scope="module")
 def reference(forge, tmp_path_factory):
-    """What one process writes, with tied weights and without."""
+    """The checkpoints that one process writes, with tied weights and without."""
     folder = tmp_path_factory.mktemp("reference")
     with forge.group(1, backend="") as group:
         for tied in (True, False):
@@ -57,7 +57,7 @@ def save(topology, path, how):
 
 
 def _spoil(state):
-    """Change all tensors, as the next step of training does."""
+    """Change all tensors, as the next training step does."""
     for part in (state["model"], *state["optimizer"]["state"].values()):
         for value in part.values():
             getattr(value, "_local_tensor", value).detach().fill_(7)
@@ -70,7 +70,7 @@ def test_the_bytes_do_not_depend_on_how_the_state_is_spread(lasting, tmp_path, r
         reports = group.run(save, topology, tmp_path / "c", how)
     files, structure = shards(tmp_path / "c")
     assert files == reference[True][0]
-    # DistributedDataParallel leaves its own name in the attributes of the model's state.
+    # DistributedDataParallel leaves its prefix in the attributes of the model's state.
     assert structure == reference[True][1] or topology == "ddp"
     assert fastckpt.verify(tmp_path / "c").ok
     totals = {report.bytes_total for report in reports}
@@ -103,7 +103,7 @@ def test_one_process_alone_writes_the_files_of_save(forge, tmp_path, backend):
 
 
 def test_without_torch_imported_a_process_works_alone(tmp_path):
-    """In this process torch is there; what counts is that no process group is."""
+    """This process has imported torch, but has no process group, which is what counts."""
     report = distributed.save({"step": 3, "name": "alone"}, tmp_path / "c", metadata={"step": 3})
     assert report.ranks == 1
     assert fastckpt.load(tmp_path / "c") == {"step": 3, "name": "alone"}
@@ -111,7 +111,7 @@ def test_without_torch_imported_a_process_works_alone(tmp_path):
 
 
 def save_in_half(path):
-    """Ranks 2 and 3 save, in a group of their own, and then 0 and 1."""
+    """Save in two groups: ranks 2 and 3, and ranks 0 and 1."""
     halves = [dist.new_group([2, 3]), dist.new_group([0, 1])]
     mine = halves[dist.get_rank() < 2]
     report = distributed.save({"w": torch.full((5000,), 3.0)}, f"{path}-{dist.get_rank() // 2}", ranks=mine)
@@ -194,7 +194,7 @@ def save_with_own(path, how):
     rank = dist.get_rank()
     files = {"a.txt": f"of {rank}"} if rank < 2 else None
     metadata = {"step": 7, "seconds": 0.1 * rank, f"only {rank}": rank} if rank < 2 else None
-    # Stages of a pipeline have tables of their own, which are united.
+    # Stages of a pipeline have separate tables, which are united.
     state = {"w": torch.ones(10), **({f"stage {rank}": torch.ones(10)} if how == "stages" else {})}
     distributed.save(state, path, files=files, metadata=metadata)
 
@@ -208,7 +208,7 @@ def test_files_and_metadata_are_those_of_the_first_rank(forge, tmp_path, how):
     assert names(tmp_path) == ["c"]
 
 
-#: Arguments that a call refuses, and its error.
+#: Arguments that a call refuses, with a bad value and the error.
 BAD = {"io": ("fast", "ValueError"), "files": ({"a/b": "text"}, "ValueError"), "shard_size": ("many", "TypeError")}
 
 
@@ -217,7 +217,7 @@ def save_bad(path, argument):
     try:
         distributed.save({"w": torch.ones(10)}, path, **(options if dist.get_rank() == 1 else {}))
     finally:
-        # The turn was taken all the same.
+        # The failed call has taken its turn, so the next call works.
         distributed.save({"w": torch.ones(10)}, f"{path}-next")
 
 
@@ -235,7 +235,7 @@ def test_a_bad_argument_of_one_rank_fails_all_and_the_next_call_works(forge, tmp
 
 
 def save_dtensor(path, timeout):
-    """Each rank has files to allocate: a file has one tensor."""
+    """Save one tensor to each file, so that each rank allocates files."""
     state = parallel.state("tp", scale=4)
     distributed.save(state, path, files=fastckpt.Files(shard_size=1), ranks=distributed.Ranks(timeout=timeout))
 
@@ -258,7 +258,7 @@ def test_an_error_of_one_rank_reaches_all_ranks(forge, tmp_path, where, struck):
 
 
 def save_into_nothing(path):
-    """The first rank fails when another one has joined, which allocates its files when the directory has gone."""
+    """Rank 0 fails after another rank has joined, which allocates its files only when the directory is gone."""
 
     def allocate_late(allocate):
         def instead(*args):

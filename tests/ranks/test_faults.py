@@ -1,8 +1,8 @@
-"""Any rank killed or stopped at any step of a save or load: an error for all others in time, the old checkpoint or the
-new one, whole, and a next save that works.
+"""A rank is killed or stopped at any step of a save or load: all others get an error in time, the old checkpoint or the
+new one is whole, and the next save works.
 
-A rank strikes itself at a named call, so nothing depends on who is faster. Trials spend their time waiting for a
-deadline, so many run at once.
+A rank strikes itself at a given call, so no race decides a trial. Trials spend most of their time waiting for a
+timeout, so many run at once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from harness.draws import one_in
 from harness.internals import process_group
 
 TIMEOUT = 3.0
-# The promise: the deadline plus 5 seconds.
+# Errors are promised within the timeout plus 5 seconds.
 LIMIT = TIMEOUT + 5.0
 SIZE = 3
 AT_ONCE = 8
-# Rows of the tensor that is cut into columns. The tall one has a block for each rank: so in a load each reads some, and
-# sends it to all others, who want columns of it.
+# Rows of the tensor that is divided by columns. The tall one has a block for each rank, so each rank reads one, and
+# sends its columns to all others.
 SMALL, TALL = 85, 2649 * SIZE
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Where which rank is struck by what."""
+    """A fault: the signal, the rank that gets it, and the place in its call."""
 
     where: str
     when: Any
@@ -62,7 +62,7 @@ class Trial:
 
 
 def whole(number: int, height: int = SMALL) -> dict[str, Any]:
-    """State ``number`` in one process, with so many rows to cut into columns."""
+    """State ``number`` in one process; ``height`` rows are divided by columns."""
     return {
         "model": {
             "rows": torch.arange(1023 * 33, dtype=torch.float32).reshape(1023, 33) + number,
@@ -74,14 +74,14 @@ def whole(number: int, height: int = SMALL) -> dict[str, Any]:
 
 
 def which(path: Any, height: int = SMALL) -> int:
-    """The number of the state at ``path``, after proving that it is that state whole."""
+    """The number of the state at ``path``, after a check that it is exactly this state."""
     if not fastckpt.verify(path).ok:
         raise AssertionError(f"damaged: {fastckpt.verify(path)}")
     found = fastckpt.load(path)
     number = int(found["step"])
     for name, tensor in whole(number, height)["model"].items():
         if not torch.equal(found["model"][name], tensor):
-            raise AssertionError(f"a mixture: says step {number}, and {name} is not of it")
+            raise AssertionError(f"a mixture: the step is {number}, but {name} is of another step")
     return number
 
 
@@ -91,7 +91,7 @@ def _mesh() -> Any:
 
 
 def _spread(number: int, height: int = SMALL) -> dict[str, Any]:
-    """State ``number`` of this rank: rows, columns (bytes travel from all ranks to all), and a plain tensor."""
+    """This rank's part of state ``number``: rows, columns (which all ranks send to all), and a plain tensor."""
     full = whole(number, height)
     mesh, mine, ranks = _mesh(), dist.get_rank(), dist.get_world_size()
     for name, dim in (("rows", 0), ("columns", 1)):
@@ -104,7 +104,7 @@ def _spread(number: int, height: int = SMALL) -> dict[str, Any]:
 
 
 def _options(timeout: float, engine: Any) -> dict[str, Any]:
-    # One thread writes: what a trial costs is its processes.
+    # One thread writes, because threads would only add to the cost of a trial's processes.
     return {"ranks": fastckpt.distributed.Ranks(timeout=timeout), "io": fastckpt.IO(engine, threads=1)}
 
 
@@ -120,22 +120,22 @@ def _save(
 
 def _load(path: str, timeout: float = TIMEOUT) -> int:
     into = _spread(-1, TALL)
-    # Not through the page cache, which may have the checkpoint: then ranks send each other nothing.
+    # Direct I/O: if the page cache has the checkpoint, ranks send each other nothing.
     loaded = fastckpt.distributed.load(path, into=into, **_options(timeout, "threads"))
     wanted = _spread(loaded["step"], TALL)["model"]
     for name, tensor in loaded["model"].items():
         mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))
         if not torch.equal(mine, other):
-            raise AssertionError(f"{name} is not that of step {loaded['step']}")
+            raise AssertionError(f"{name} is not the tensor of step {loaded['step']}")
     return int(loaded["step"])
 
 
 def told_in_time(
     group: groups.Group, trial: Trial, outcomes: list[groups.Outcome], still: stillness.Stillness
 ) -> list[str]:
-    """What is wrong with what the survivors were told; ``still``: what the machine itself has taken."""
+    """Problems of the survivors' errors; ``still`` has the time for which the machine itself stood still."""
     if group.struck is None:
-        return [f"the blow did not come: {[(each.kind, each.raised) for each in outcomes]}"]
+        return [f"the rank was not struck: {[(each.kind, each.raised) for each in outcomes]}"]
     problems = []
     for each in outcomes:
         if each.rank == trial.rank:
@@ -151,7 +151,7 @@ def told_in_time(
         late = each.ended - group.struck
         if late > LIMIT + still.since(group.struck):
             problems.append(f"rank {each.rank} was told after {late:.1f} s: {each.raised.text}")
-        # Where the store goes with rank 0, it is the store that does not answer.
+        # If the store dies with rank 0, the errors name the store.
         named = f"rank {trial.rank}" in each.raised.text
         if not named and not (trial.store == "rank0" and trial.rank == 0 and "the store" in each.raised.text):
             problems.append(f"rank {each.rank} is not told who it was: {each.raised.text}")
@@ -159,7 +159,7 @@ def told_in_time(
 
 
 class Others:
-    """Two processes that have met nobody who was struck: they save after each trial. One trial at a time has them."""
+    """Two processes outside the trials' groups, which save after each trial; one trial at a time uses them."""
 
     def __init__(self, forge: groups.Forge) -> None:
         self._forge = forge
@@ -168,7 +168,7 @@ class Others:
         self._group: groups.Group | None = None
 
     def save(self, path: Path) -> None:
-        """Save state 2; a call that fails takes the processes along."""
+        """Save state 2; a failed call ends the processes."""
         with self._free:
             if self._group is None:
                 self._group = self._made.enter_context(self._forge.group(2))
@@ -184,7 +184,7 @@ class Others:
 
 
 def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[str]:
-    """One trial; what is wrong."""
+    """Run one trial, and return its problems."""
     base.mkdir()
     path = base / "c"
     saves = trial.call != "load"
@@ -193,7 +193,7 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
     strike = groups.Strike(trial.rank, trial.where, trial.number, trial.when, trial.match, trial.nth)
     with forge.group(SIZE, store=trial.store) as group, stillness.watched() as still:
         if saves:
-            # Between ranks that read each other's memory, no message travels.
+            # Ranks that read each other's memory send no messages.
             cma = "0" if trial.where.endswith((".send", ".receive")) else "1"
             group.start(_save, str(path), 1, background=trial.call == "save_async", cma=cma, strike=strike)
         else:
@@ -205,7 +205,7 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
         found = which(path, height)
         survivors = [each for each in outcomes if each.rank != trial.rank]
         if trial.number == signal.SIGSTOP:
-            # It wakes up when all is over, and must not undo it.
+            # The rank wakes up when all is over, and must not undo the outcome.
             group.resume(trial.rank)
             [woken] = group.outcomes(LIMIT + 60)
             if woken.kind not in ("raised", "returned"):
@@ -214,14 +214,14 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
         if saves:
             told, found = found, which(path)
             if found != told and any(each.kind == "raised" and _is_final(each) for each in survivors):
-                problems.append(f"it was {told} when the survivors were told, and is {found} now")
+                problems.append(f"the path had state {told} when the survivors raised, and has {found} now")
             for each in survivors:
                 if each.kind == "returned" and found != 1:
-                    problems.append(f"rank {each.rank} saved, and the old checkpoint is there")
+                    problems.append(f"rank {each.rank} saved, but the old checkpoint is there")
                 if each.kind == "raised" and _is_final(each) and found != 0:
-                    problems.append(f"rank {each.rank} was told that nothing was committed: {each.raised}")
+                    problems.append(f"rank {each.rank} wrongly raised that nothing was committed: {each.raised}")
         if trial.number == signal.SIGSTOP and not problems:
-            # The same processes go on.
+            # The same processes continue.
             group.run(_save, str(path), 2, 60.0, timeout=120)
     if trial.number == signal.SIGKILL and not problems:
         others.save(path)
@@ -238,13 +238,13 @@ def _is_final(outcome: groups.Outcome) -> bool:
 
 
 def run_all(forge: groups.Forge, base: Any, trials: list[Trial]) -> None:
-    """Run the trials, several at once, and fail with all that is wrong."""
+    """Run the trials, several at once, and fail with all problems."""
 
     def one(numbered: tuple[int, Trial]) -> str:
         number, trial = numbered
         try:
             problems = run(forge, others, base / str(number), trial)
-        except Exception as error:  # noqa: BLE001 - told with the others
+        except Exception as error:  # noqa: BLE001 - reported with the others
             problems = [f"{type(error).__name__}: {error}"]
         return "".join(f"\n{trial.name}: {problem}" for problem in problems)
 
@@ -260,19 +260,19 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
         steps.append((f"{points.PEERS}:Peers.operation", when, None, 1))
         steps += [(f"{points.PEERS}:Operation.round", when, name, 1) for name in ("arrive", "created", "joined")]
         steps.append((points.WRITE, when, None, 1))
-        # So small a checkpoint is one block, which rank 0 writes: the others send.
+        # A checkpoint of this size is one block, which rank 0 writes; the others send.
         steps += [
             (f"{points.DATA_GROUP}.{method}", when, None, 1) for method in ("__init__", "send" if rank else "receive")
         ]
         steps.append((points.CONNECT, when, None, 1))
-        # Addresses, and the word that their memory was read.
+        # The swaps exchange addresses, and the message that the memory has been read.
         steps.append((f"{points.DATA_GROUP}.swap", when, None, 1 if when == "before" else 2))
         if rank == 0:
             steps += [(where, when, None, 1) for where in (points.CREATE, points.COMMIT)]
         else:
             steps += [(where, when, None, 1) for where in (points.JOIN_SAVE, points.ALLOCATE)]
     steps.append((f"{points.PEERS}:Operation.round", "before", "done", 1))
-    # The requests to the store, whatever step of the protocol they belong to.
+    # Requests to the store, at any step of the protocol.
     steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, one_in(6))]
     return steps
 
@@ -284,12 +284,12 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
 def test_a_rank_that_is_struck_in_a_save(forge, tmp_path, store, number):
     trials = [
         Trial(where, when, rank, number, store, match, nth)
-        # Where the store goes with rank 0, only a rank 0 that goes is another case.
+        # If rank 0 has the store, only the death of rank 0 differs from the other case.
         for rank in ((0,) if store == "rank0" else (0, SIZE - 1))
         for where, when, match, nth in save_points(rank)
     ]
     assert len(trials) >= 25
-    # In the gate each point gets one of the two blows.
+    # In the gate, each point gets one of the two signals.
     step = one_in(2)
     run_all(forge, tmp_path, trials[(number == signal.SIGSTOP) % step :: step])
 
@@ -330,7 +330,7 @@ def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
-    """Stopped for longer than the deadline in the middle of the commit, with all the others gone."""
+    """A rank is stopped for longer than the timeout within the commit, and the other rank is killed."""
     path = tmp_path / "c"
     fastckpt.save(whole(0), path)
     strike = groups.Strike(rank, f"{points.PEERS}:Operation.round", signal.SIGSTOP, match="done")
@@ -349,7 +349,7 @@ def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
 
 
 def _save_too_late(path: str, number: int, timeout: float) -> int:
-    """Rank 1 writes when the coordinator has removed the files."""
+    """Save, where rank 1 writes only after the coordinator has removed the files."""
     if dist.get_rank() != 1:
         return _save(path, number, timeout)
     real = process_group.carried
@@ -396,7 +396,7 @@ def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
                     assert f"rank {rank} on {os.uname().nodename}" in each.raised.text
                     assert "the disk is worn out" in each.raised.text
                     assert "nothing was committed" in each.raised.text
-                assert each.seconds < 30, "it was told by the timeout, and not at once"
+                assert each.seconds < 30, "the error came by the timeout, and not at once"
             assert which(path) == 0
         group.run(_save, str(path), 2, 60.0)
     assert which(path) == 2
@@ -416,7 +416,7 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
             assert f"failed: {type(why).__name__}" in each.raised.text
             assert each.raised.text.endswith("it was committed anyway: the complete new checkpoint is at the path")
         assert which(path) == 1
-        # The same before the rename: then the old one stands.
+        # If the commit fails before the rename, the old checkpoint stays.
         strike = groups.Strike(0, points.COMMIT, why)
         group.start(_save, str(path), 2, 60.0, strike=strike)
         for each in group.outcomes(90)[1:]:
@@ -445,7 +445,7 @@ def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
 
 
 def test_a_full_disk_fails_before_a_byte_is_written(forge):
-    """All files are allocated before anybody writes; there is one, which is the coordinator's."""
+    """All files are allocated before any rank writes; the only file is the coordinator's."""
     with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
         (point / "other").write_bytes(bytes(1_000_000))
         group.start(_save, str(point / "c"), 1, 60.0)

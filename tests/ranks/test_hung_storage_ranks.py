@@ -36,7 +36,7 @@ def test_the_others_hear_of_it(lasting, background):
             hang("write", str(group.children[1].pid))
             (first, told), (kind, why) = group.run(_save, point / str(number), 0.2 * 4**number, background=background)
             hang()
-            # On a busy machine an answered call may also be late.
+            # On a busy machine, a call to storage that answers may be late, too.
             if "cannot write" in why or number == 4:
                 break
         assert (first, kind) == ("RanksError", "DeadlineError")

@@ -9,13 +9,13 @@ import pytest
 
 from harness import programs
 
-#: Runs a signal handler, as it were, at a line of a program.
+#: Runs a function at a line of a program, like a signal handler.
 AT = """
 import sys
 
 
 class At:
-    \"""Calls a function once, in the calling thread, at the so-many-th line below a folder.\"""
+    \"""Calls a function once, in the calling thread, at line ``number`` of those run below a folder.\"""
 
     def __init__(self, folder, number, function):
         self.folder, self.left, self.function = folder, number, function
@@ -82,7 +82,7 @@ def test_a_call_that_is_interrupted_at_any_line_holds_up_no_later_one(children, 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         done = programs.run(children, [script, kind, memory], timeout=600)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr
-    assert int(done.stdout.split()[-2]) > 500, "the lines of the package are not traced"
+    assert int(done.stdout.split()[-2]) > 500, "the trace missed lines of the package"
 
 
 OVERTAKES = """
@@ -98,7 +98,7 @@ admit = in_flight.admit
 
 
 def overtaken(save, most):
-    # Another thread calls, or a signal handler, when the first call has taken its turn.
+    # Another thread or a signal handler calls when the first call has taken its turn.
     if not calls:
         calls.append(save.path)
         handles.append(distributed.save_async({"w": 2}, f"{directory}/{second}", io=fastckpt.IO(max_in_flight=1)))
@@ -132,7 +132,7 @@ faulthandler.dump_traceback_later(60, exit=True)
 
 
 class Interrupted:
-    \"""A value: a signal handler runs while it is saved.\"""
+    \"""A value during whose save a signal handler runs.\"""
 
 
 def handle(_):
@@ -222,4 +222,4 @@ def test_a_signal_handler_drains_at_any_line_of_a_call_that_takes_its_turn(child
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         done = programs.run(children, [script, memory], timeout=600)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr
-    assert int(done.stdout.split()[-2]) > 50, "the lines of the package are not traced"
+    assert int(done.stdout.split()[-2]) > 50, "the trace missed lines of the package"

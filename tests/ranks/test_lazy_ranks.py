@@ -34,7 +34,7 @@ def two(forge):
 
 @contextlib.contextmanager
 def held(where, name):
-    """Calls of this name in ``where`` wait for the yielded event, or for the end of the ``with`` statement."""
+    """Make calls of ``where.name`` wait for the yielded event, or for the end of the ``with`` statement."""
     release, real = threading.Event(), getattr(where, name)
 
     def wait(self):
@@ -60,7 +60,7 @@ def parameters():
 
 
 def step_at_once(path):
-    """A step right after the call, while an earlier save is being written; returns the progress of each by then."""
+    """Step right after the call, while an earlier save is being written; return the progress of both saves."""
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
@@ -88,7 +88,7 @@ def step_at_once(path):
             optimizer.step()
         waited = copy.is_set(), first.done(), pending.progress().phase
         stepped = [bool((mine[name].detach() == 0).all()) for name in mine]
-        # Ranks compare the copies.
+        # Ranks compare the copies, so this change after the copy is harmless.
         mine["same"].data.fill_(dist.get_rank())
         write.set()
     found = pending.result(60)
@@ -103,7 +103,7 @@ def test_a_step_waits_for_the_copy_and_for_nothing_else(two, tmp_path):
 
 
 def step_after_a_failure(path):
-    """The copy fails while an earlier save is being written; returns whether that has ended after a step."""
+    """Let the copy fail while an earlier save is being written; return whether a step waits for it."""
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
@@ -122,7 +122,7 @@ def test_a_step_does_not_wait_for_a_save_whose_copy_has_failed(two, tmp_path):
 
 @pytest.mark.parametrize("end", ["saved", "changed", "cancelled"])
 def test_a_lazy_save_keeps_nothing_alive(tmp_path, end):
-    """Memory is freed without the cycle collector, once the handle is gone."""
+    """Once the handle is gone, memory is freed without the cycle collector."""
     tensor = torch.ones(200, 200)
     gone = weakref.ref(tensor)
     gc.disable()
@@ -158,7 +158,7 @@ CHANGES = {
 
 
 def change(path, what):
-    """Rank 1 changes a tensor during the copy; returns the error of each rank."""
+    """Change a tensor on rank 1 during the copy; return the error of this rank."""
     mine = parameters()
     with held(Staging, "_copy_late") as copy, torch.no_grad():
         state = {"left": torch.ones(200, 200), **mine, "n": 1}
@@ -187,7 +187,7 @@ def cancelled(path):
     with held(Staging, "_copy_late"):
         pending = distributed.save_async(mine, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60))
         if dist.get_rank() == 0:
-            # Not ``cancel``, which waits for the end.
+            # ``cancel`` would wait for the end.
             pending._cancelled = True
             pending._snapshot.stop()
     return str(pending.exception(60)) if dist.get_rank() else str(pending.cancel())
@@ -201,7 +201,7 @@ def test_to_cancel_the_copy_on_one_rank_fails_the_save_on_all(two, tmp_path):
 
 
 def train(path, reshards):
-    """Save between two steps of FSDP, and train on during the copy; the weights at the call, and if they changed."""
+    """Save between two FSDP steps, and train on during the copy; return if weights changed, and which are wrong."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
@@ -218,7 +218,7 @@ def train(path, reshards):
     backward()
     optimizer.step()
     with held(Staging, "_copy_late") as copy:
-        # The next backward frees the tensors gathered here.
+        # The next backward pass frees the tensors that this forward pass gathers.
         model(given)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         at_call = {name: value.full_tensor().clone() for name, value in state["model"].items()}
@@ -240,7 +240,7 @@ def test_fsdp_trains_on_beside_the_copy(two, tmp_path, reshards):
 
 
 class Buffers(nn.Module):
-    """A large buffer that forward does not change."""
+    """A module with a large buffer that forward does not change."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,7 @@ class Buffers(nn.Module):
 
 
 def broadcast(path):
-    """DistributedDataParallel broadcasts buffers before each forward, which torch does not count."""
+    """Save while DistributedDataParallel broadcasts buffers, a write that torch's version counter misses."""
     model = nn.parallel.DistributedDataParallel(Buffers())
     with held(Staging, "_copy_late") as copy:
         pending = distributed.save_async(

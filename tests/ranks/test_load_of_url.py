@@ -24,7 +24,7 @@ from harness.reports import with_report
 
 TIMEOUT = 60.0
 SIZES = (1, 2, 4)
-#: Several blocks, which end elsewhere than the parts of ranks.
+#: A tensor of several blocks, whose ends differ from those of the ranks' parts.
 ROWS, COLUMNS = 4097, 700
 
 
@@ -53,7 +53,7 @@ def ranks(request, forge):
 
 
 def load(env, url, hosts, io="auto"):
-    """The faults of this rank's loads, spread and whole, and the report."""
+    """The problems of this rank's loads, of spread and whole tensors, and facts from the report."""
     os.environ.update(env)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if hosts > 1:
@@ -79,18 +79,18 @@ def load(env, url, hosts, io="auto"):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_each_rank_reads_what_it_wants(ranks, s3, url, hosts):
-    """Mutants: a path is made of the URL; ranks on several hosts exchange what they read."""
+    """Mutants: the load turns the URL into a path; ranks on several hosts exchange what they read."""
     total = ROWS * COLUMNS * 4
     seen = ranks.run(load, harness.environment(s3.url), url, hosts)
     assert [wrong for wrong, *_ in seen] == [[]] * ranks.size
     for _, read, passed, path in seen:
         assert (passed, path) == (0, url)
-        # A part, and the blocks that it shares with its neighbours.
+        # A rank reads its part, and the blocks that this shares with its neighbours.
         assert read <= total / ranks.size + 2 * (4 << 20) + 1000
 
 
 def fail(env, url, kind):
-    """The error of each rank; the network of the last rank fails during its reads."""
+    """Make a load fail in the way of `kind`; return this rank's error, and the step of a load that follows."""
     os.environ.update(env)
 
     def down(real):
@@ -112,7 +112,7 @@ def fail(env, url, kind):
         heard = str(error)
     else:
         heard = ""
-    # The next one works.
+    # The next load works.
     return heard, distributed.load(url, ranks=distributed.Ranks(timeout=TIMEOUT))["step"]
 
 
@@ -158,7 +158,7 @@ def full(*_arguments, **_options):
 
 
 def restore(env, root, remote, how):
-    """The restore of a rank in a run; in all cases but one, the local tier is not writable."""
+    """Restore on a rank of a run; except for "empty", the local tier cannot be written."""
     os.environ.update(env)
     fetch = points.replaced(points.FETCH, lambda _: full) if how == "full" else contextlib.nullcontext()
     with fetch, warnings.catch_warnings():
@@ -174,7 +174,7 @@ def restore(env, root, remote, how):
 
 @pytest.mark.parametrize("how", ["read_only", "full", "empty"])
 def test_a_run_comes_back_from_the_store(ranks, s3, tmp_path, how):
-    """Restores without a disk, with a full disk, and on another node with an empty disk."""
+    """A run can be restored without a disk, with a full disk, and on another node with an empty disk."""
     remote, local = f"s3://{harness.BUCKET}/runs/gpt", tmp_path / "local"
     with fastckpt.Manager(local, remote=remote, save_options={"files": fastckpt.Files(shard_size=40_000)}) as manager:
         for step in (1, 2):

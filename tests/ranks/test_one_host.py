@@ -19,7 +19,7 @@ RANKS, TIMEOUT = 3, 60.0
 
 
 def full():
-    """Columns of 12 MB, which is more than one message to each rank."""
+    """Tensors of 12 MB, more than one message to each rank if spread by columns."""
     return {name: torch.arange(1000 * 1000, dtype=torch.float32).view(1000, 1000) + at for at, name in enumerate("abc")}
 
 
@@ -29,10 +29,10 @@ def spread():
 
 
 def saved(path, *, strided=False):
-    """The reports of a save, and of one in the background during which the state changes."""
+    """Facts from the reports of a save, and of a save in the background during which the state changes."""
     ranks, state = distributed.Ranks(timeout=TIMEOUT), spread()
     if strided and dist.get_rank() == 1:
-        # Its parts have no address: the core asks Python for their bytes.
+        # The tensor's strided parts have no single address: the core asks Python for their bytes.
         state["a"] = torch.distributed.tensor.DTensor.from_local(
             state["a"].to_local().t().contiguous().t(),
             state["a"].device_mesh,
@@ -49,7 +49,7 @@ def saved(path, *, strided=False):
 
 
 def without(path, what, rank):
-    """The same if one rank may not read others, has this turned off, or is in another container."""
+    """Like `saved`, but one rank may not read others, has reading turned off, or is in another container."""
     if dist.get_rank() != rank:
         return saved(path)
     if what == "off":
@@ -115,13 +115,13 @@ def test_what_has_no_address_travels(forge, tmp_path):
         "rank 1: not all that it gives is in host memory"
     }
     assert now[1][0] == now[1][1]
-    # The copy for a save in the background is in host memory.
+    # A save in the background copies to host memory first.
     assert all(received == read for received, read, _ in later)
     check(tmp_path)
 
 
 def joined(path, read):
-    """Whether rank 0, which writes late, had written when this rank had sent everything."""
+    """Whether rank 0, which writes late, had written by the time this rank had sent everything."""
     late = dist.get_rank() == 0
     found = []
 

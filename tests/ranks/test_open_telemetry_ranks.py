@@ -40,7 +40,7 @@ def test_dcp(sdk, tmp_path):
 
 
 def of_all_ranks(path):
-    """The spans of each rank: of a save, an asynchronous one, a load; then of saves that fail on rank 1."""
+    """This rank's spans of a save, an asynchronous save and a load, and then of saves that fail on rank 1."""
     found = []
     sdk = Sdk()
     good, bad = {"w": torch.ones(500)}, {"f": print}

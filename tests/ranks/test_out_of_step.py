@@ -1,4 +1,4 @@
-"""Groups that go on: the next call works after a missed call, a late call, or an error outside of calls."""
+"""After a missed call, a late call, or an error outside calls, a group's next call works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fastckpt.distributed
 from fastckpt.distributed import Ranks
 from harness import groups, limits, machines, parallel, points
 
-#: The timeout in which a rank is missed: longer than the delays of a busy machine.
+#: The timeout after which a rank is missed: longer than the delays of a busy machine.
 SHORT = 8.0
 LONG = 60.0
 
@@ -58,7 +58,7 @@ def load(path: str, number: int, timeout: float = LONG) -> str:
 
 
 def missed(call, path: str, odd: int, same: bool) -> list[str]:
-    """Four calls, of which a rank misses the second; ranks meet before each, as in training."""
+    """Make four calls, of which one rank misses the second; ranks meet before each call, as in training."""
     told = []
     for number in range(4):
         dist.barrier()
@@ -89,7 +89,7 @@ def test_the_call_after_a_missed_one_works(forge, tmp_path, call, same, odd):
 
 
 def late(path: str, odd: int, plain: bool) -> list[str]:
-    """A rank makes its second call while the others wait in the third."""
+    """Make calls, with one rank in its second call while the others wait in the third."""
     told = []
     for number in range(5):
         if number == 3:
@@ -98,7 +98,7 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
         if plain:
             del given["step"]
         if number == 1 and dist.get_rank() == odd:
-            # The others have given it up, and more than one of them is in the next call.
+            # The others have given this rank up, and more than one of them is in the next call.
             until(path, "given up")
             time.sleep(0.3)
         timeout = SHORT if number == 1 else LONG
@@ -109,7 +109,7 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
 
 
 def ahead(path: str, odd: int) -> list[str]:
-    """A rank misses a call, and makes the next while the others still wait in the missed one. All save to one path."""
+    """Save to one path, with one rank in the next call while the others still wait in the call that it misses."""
     told = []
     for number in range(6):
         given = {"w": state(number)["w"], "scheduler": {"last_epoch": number}}
@@ -122,7 +122,7 @@ def ahead(path: str, odd: int) -> list[str]:
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_comes_with_the_next_call_while_others_wait_meets_them_later(forge, tmp_path, odd):
-    """A scheduler's count, deep in the state, distinguishes the calls."""
+    """A scheduler's count deep in the state distinguishes the calls."""
     path = tmp_path / "c"
     with forge.group(3) as group:
         for rank, told in enumerate(group.run(ahead, str(path), odd, timeout=LONG)):
@@ -139,7 +139,7 @@ def until(path: str, what: str) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(forge, tmp_path, plain):
-    """Without values beside tensors, nothing distinguishes the calls: the old one still fails."""
+    """The old call fails even if nothing distinguishes the calls because the state has only tensors."""
     path = tmp_path / "c"
     with forge.group(3) as group:
         for told in group.run(late, str(path), 1, plain):
@@ -150,7 +150,7 @@ def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(f
 
 
 def plain_saves(path: str, odd: int) -> list[str]:
-    """Three indistinguishable saves; a rank misses the second, and makes its next call at the end of that."""
+    """Make three indistinguishable saves; one rank misses the second, and makes the third when that has failed."""
     told = []
     for number in range(3):
         dist.barrier()
@@ -173,7 +173,7 @@ def test_a_rank_that_missed_a_save_like_others_stays_behind_and_says_what_to_do(
     assert "metadata={'step': step}" in behind
     assert f"rank {odd}" in other
     assert "it was late, or it missed a save" not in other
-    assert fastckpt.load(path)["w"].unique().tolist() == [0.0], "nothing is mixed"
+    assert fastckpt.load(path)["w"].unique().tolist() == [0.0], "the checkpoint has one state only"
 
 
 def warnings_of(path: str, told: dict[str, object], background: bool) -> list[tuple[str, ...]]:
@@ -201,7 +201,7 @@ def test_the_first_save_that_nothing_distinguishes_from_an_earlier_one_warns(for
 
 
 def first_call_late(path: str) -> tuple[list[str], float]:
-    """A rank is late to the very first call; returns each outcome, and how long the late rank waited."""
+    """Make a first call to which one rank is late; return this rank's outcomes and how long it waited."""
     began = time.monotonic()
     if dist.get_rank() == 1:
         until(path, "given up")
@@ -220,12 +220,12 @@ def test_a_rank_that_is_late_to_the_first_call_is_told_so_at_once(forge, tmp_pat
     for told, _ in found:
         assert "rank 1 has not answered" in told[0], told
         assert told[1] == "ok"
-    # The others have waited for the whole timeout, and this rank does not.
+    # The others wait for the whole timeout, but the late rank does not.
     assert found[1][1] < SHORT < found[0][1]
 
 
 def other_orders(path: str) -> list[str]:
-    """Two groups, in a different order on each rank."""
+    """Save in two groups, in a different order on each rank."""
     two = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     given = {"w": torch.full((1000,), 1.0)}
@@ -246,7 +246,7 @@ def test_groups_save_in_the_background_in_any_order(forge, tmp_path):
 
 
 def two_names(first: str, second: str) -> list[str]:
-    """One directory, under a different name on each rank."""
+    """Save to one directory, which has a different path on each rank."""
     here = first if dist.get_rank() == 0 else second
     told = [save(f"{here}/c", 1), load(f"{here}/c", 1)]
     with fastckpt.Manager(f"{here}/run", ranks=Ranks(timeout=LONG)) as manager:
@@ -282,7 +282,7 @@ def leave_at_once(path: str) -> None:
 
 
 def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
-    """Rank 0 has the store, which ends with it: the others are slow to read the last answer."""
+    """Rank 0 has the store, which ends with rank 0, while rank 2 is slow to read the last answer."""
     with forge.group(3, store="rank0") as group:
         strike = groups.Strike(2, points.LOOK_FOR_ANSWERS, signal.SIGSTOP, nth=4)
         group.start(leave_at_once, str(tmp_path / "c"), strike=strike)
@@ -295,7 +295,7 @@ def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
 
 
 def late_with_a_step(path: str) -> list[str]:
-    """A rank is late to a save with a step, and the ranks save the step again: no rank is out of step."""
+    """Save a step to which one rank comes late, and save the step again: no rank is out of step."""
     told = []
     for step, timeout in ((0, LONG), (1, 2.0), (1, LONG), (1, LONG)):
         if timeout < LONG and dist.get_rank() == 1:
@@ -317,7 +317,7 @@ def test_a_step_says_that_a_late_rank_has_missed_nothing(forge, tmp_path):
 
 
 class Late(dict):
-    """A part of a state that is read only when the other ranks wait for the save."""
+    """A part of a state that is read only once the other ranks wait for the save."""
 
     def __init__(self, waiting: list[Path]) -> None:
         super().__init__(bad=object())
@@ -329,9 +329,9 @@ class Late(dict):
 
 
 def fails_in_the_save(out: str, *, late: bool) -> list[str]:
-    """One rank's save raises, and it does not wait; the others do. Then all go on.
+    """Let one rank's save raise, so that it does not wait, while the others wait. Then all ranks continue.
 
-    If it is late, the others ask each other about the end before it has failed.
+    If that rank is late, the others ask each other about the save's end before it has failed.
     """
     told = []
     rank, asking = dist.get_rank(), [Path(f"{out}-asks-{rank}") for rank in range(dist.get_world_size())]

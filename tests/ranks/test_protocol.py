@@ -1,4 +1,4 @@
-"""The protocol, case by case: the outcome of each rank, its delay, and the remaining keys in the store."""
+"""The protocol, case by case: each rank's outcome, its delay, and the keys that remain in the store."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_between_two_operations_nothing_is_left_and_rounds_clear_up_after_each_o
 
 
 def test_a_short_operation_asks_little():
-    """A leaf: hello and welcome once; in a round a message, a bell, a verdict; one message when it leaves."""
+    """A leaf's requests: hello and welcome once; a message, a bell and a verdict in each round; one when it leaves."""
     one = run(job(10, 11))
     requests = [process.requests for process in one.processes]
-    # Besides its requests it sleeps twice per operation, and the last to leave removes the remaining keys.
+    # A leaf also sleeps twice in each operation, and the last rank to leave removes the remaining keys.
     assert min(requests[1:]) == 5 + 11 * (2 + 3 * 3 + 1)
     assert max(requests[1:]) <= 5 + 11 * (2 + 3 * 3 + 1) + 11
     assert requests[0] <= 5 + 11 * (2 + 3 * 7 + 2)
@@ -94,7 +94,7 @@ def test_all_failures_are_listed_up_to_sixteen():
         "save: /checkpoint: rank 50 on host-6 failed: BoomError: rank 50 at step 2; rank 51 on host-6"
     )
     assert str(told).endswith("nothing was committed; the old checkpoint is unchanged")
-    # A rank keeps its own exception, with a note about those of the others.
+    # A rank keeps its own exception, with a note about the exceptions of others.
     assert str(errors(one)[60]) == "rank 60 at step 2"
     assert str(one.results[0, 60].verdict) == str(told)
 
@@ -121,7 +121,7 @@ def test_a_rank_that_works_for_long_is_not_silent():
 
 @pytest.mark.parametrize("silent", [0, 1, 39])
 def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
-    """Others may be waiting for bytes of it, and then none of them reaches the round in which it would be missed."""
+    """Ranks that wait for the silent rank's bytes do not reach the round in which they would miss that rank."""
 
     class Dying(protocol.Turn):
         def look(self):
@@ -140,7 +140,7 @@ def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
 
 @pytest.mark.parametrize("busy", [0, 1, 39])
 def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
-    """Ranks that have posted send no more heartbeats, and do not count as silent."""
+    """Ranks that have sent their message send no more heartbeats, and do not count as silent."""
     one = job(40)
     one.work = {(0, busy): 900.0}
     run(one)
@@ -151,7 +151,7 @@ def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize("doing", ["meeting", "working", "waiting"])
 def test_where_all_stand_still_nobody_is_accused(doing, late):
-    """The machine or the store is stopped for many timeouts; one rank continues a little later than the others."""
+    """The machine or the store stops for many timeouts; one rank continues a little later than the others."""
     one = job(40)
     if doing == "meeting":
         one.lateness = {(0, late): 60.0 if late else 20.0}
@@ -266,7 +266,7 @@ def test_a_late_rank_gets_the_verdict_of_the_turn_that_was_given_up():
 
 
 def test_a_rank_that_lost_the_store_tells_so_when_it_comes_again():
-    """It gives up before the others, which get an error at once when it begins its next operation."""
+    """The rank gives up before the others, which get an error at once when it begins its next operation."""
     one = job(5, 3, timeout=100.0)
     one.begins = {2: 1000.0}
     one.lateness = {(0, 4): 90.0}
@@ -364,7 +364,7 @@ def test_plain_values_in_nested_mappings_tell_calls_apart():
 
 
 class Operation:
-    """Counts the heartbeats of a rank."""
+    """A stand-in for an operation that counts the heartbeats of a rank."""
 
     def __init__(self):
         self.lived = 0
@@ -377,7 +377,7 @@ class Operation:
 
 
 def lives(bandwidth):
-    """Whether a rank sends a heartbeat if it has written nothing since the previous one."""
+    """Whether a rank sends a heartbeat although it has written nothing since the previous one."""
     operation = Operation()
     attention = Attention(operation, 10.0, bandwidth)
     attention(1 << 20, 1 << 30)
@@ -387,7 +387,7 @@ def lives(bandwidth):
 
 
 def test_a_rank_that_holds_itself_back_is_not_silent():
-    # For an hour, but no longer; without a limit on bandwidth, nothing is meant to take long.
+    # A limited rank may be slow for an hour, but no longer; without a limit, no write should take long.
     assert lives(1e5)
     assert not lives(1e20)
     assert not lives(None)

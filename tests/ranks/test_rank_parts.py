@@ -1,6 +1,6 @@
-"""Parts: plain tensors of a rank that describe their place in a larger tensor.
+"""Parts: plain tensors of a rank with a description of their place in a larger tensor.
 
-tests/ranks/test_topologies_property.py draws how they are cut.
+tests/ranks/test_topologies_property.py draws how tensors are divided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness import needs, standin
 
 SHAPE = (5, 7)
 WHOLE = torch.arange(35.0).reshape(SHAPE)
-#: The ends of the ranges of four ranks: inside rows, at a row, and an empty range.
+#: The ends of the ranges of four ranks, within and at the ends of rows; one range is empty.
 ENDS = (0, 9, 9, 21, 35)
 
 
@@ -89,7 +89,7 @@ def test_every_element_is_somebody_s(forge, tmp_path):
 
 
 def _twice(rank):
-    """Rows 0 to 2, and rows 2 to 4: two parts have row 2."""
+    """Save rows 0 to 2 and rows 2 to 4, so that two parts have row 2."""
     values = WHOLE.clone()
     values[2] += rank
     return Part(values[2 * rank : 2 * rank + 3], of=SHAPE, at=(2 * rank, 0))
@@ -117,7 +117,7 @@ class _Parts:
 
 
 def test_parts_that_a_state_makes_anew_are_tensors_of_their_own(tmp_path):
-    """Mutant: a part is taken for an earlier one at the same address."""
+    """Mutant: a save takes a part for an earlier part at the same address."""
     objects = {f"o{number}": _Parts(5, 10 * number) for number in range(20)}
     assert fastckpt.distributed.save(objects, tmp_path / "c").tensors == 100
     loaded = fastckpt.load(tmp_path / "c")
@@ -138,7 +138,7 @@ def test_parts_over_the_same_memory_are_tied(tmp_path):
 
 
 def _excluded(path):
-    """One rank has one more Part after the others, which is excluded."""
+    """Save where one rank has an additional Part after the others, which exclude= excludes."""
     rank = dist.get_rank()
     state = {"w": _range()} | ({"x": _range()} if rank == 0 else {})
     fastckpt.distributed.save(state, path, exclude="x", ranks=Ranks(timeout=30))
@@ -175,13 +175,13 @@ def test_one_part_in_two_places_is_one_tensor(tmp_path):
     assert report.tensors == 1
     loaded = fastckpt.load(tmp_path / "c")
     assert loaded["a"] is loaded["b"]
-    # And two parts of it may be wanted.
+    # A rank may load two parts of one tensor.
     one, other = torch.zeros(12), torch.zeros(20)
     into = {"a": Part.flat(one, of=SHAPE, start=3), "b": Part.flat(other, of=SHAPE, start=13)}
     fastckpt.distributed.load(tmp_path / "c", into=into)
     assert torch.equal(one, WHOLE.reshape(-1)[3:15])
     assert torch.equal(other, WHOLE.reshape(-1)[13:33])
-    # Converted during the load, they have no memory to which the core could write.
+    # Parts that a load converts have no memory to which the core could write.
     into = {"a": Part.flat(torch.zeros(12, dtype=torch.float64), of=SHAPE, start=3)}
     fastckpt.distributed.load(tmp_path / "c", into=into, keys="a", dtype="float64")
     assert torch.equal(into["a"].tensor, WHOLE.reshape(-1)[3:15].double())
@@ -219,7 +219,7 @@ def test_a_manager_saves_and_restores_them(forge, tmp_path):
 
 
 def _unchanged(path):
-    """First nothing has changed since the base, then the elements of one rank."""
+    """Save with a base from which nothing differs, then with changed elements on one rank."""
     options = {"ranks": Ranks(timeout=30)}
     fastckpt.distributed.save({"w": _range(), "x": _range()}, path / "a", **options)
     same = fastckpt.distributed.save({"w": _range(), "x": _range()}, path / "b", base=path / "a", **options)
@@ -298,11 +298,11 @@ def test_the_shape_of_the_whole_is_that_of_the_checkpoint(tmp_path):
 
 
 def _fsdp1(path, saves, background):
-    """Train two steps under FSDP1 and save, or load; and the whole state, as torch gathers it."""
+    """Train two steps under FSDP1 and save, or load; return the whole state, as torch gathers it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    warnings.simplefilter("ignore")  # torch says that FSDP1 is old
+    warnings.simplefilter("ignore")  # torch warns that FSDP1 is deprecated
     torch.manual_seed(5 if saves else dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
@@ -325,7 +325,7 @@ def _fsdp1(path, saves, background):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_fsdp1(forge, tmp_path, background):
-    """ShardedTensors: four ranks save, of which one has nothing of the last layer; two load, and one process."""
+    """Four ranks save ShardedTensors, one rank without any of the last layer; two ranks and one process load."""
     needs.of_torch(hasattr(torch.cpu.Stream, "record_event"), "training under FSDP on the CPU")
     with forge.group(4) as group:
         weights, moments = group.run(_fsdp1, tmp_path / "c", True, background)[0]

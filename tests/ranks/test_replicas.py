@@ -1,4 +1,4 @@
-"""Replicated tensors are compared before the verdict: a difference is refused, or one rank's tensor is saved."""
+"""Ranks compare replicated tensors before they commit: a difference raises, or one rank's tensor is saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastckpt.exceptions import RanksError
 from harness import points
 from harness.options import grouped
 
-#: Drawn saves; FASTCKPT_TEST_DIVERGENCES=2000 for all.
+#: The number of drawn saves; FASTCKPT_TEST_DIVERGENCES=2000 runs all.
 TRIALS = int(os.environ.get("FASTCKPT_TEST_DIVERGENCES", "24"))
 LARGE = 3 << 20  # elements of four bytes: three blocks
 
@@ -36,7 +36,7 @@ def _values(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def _save(state: Any, path: str, how: str, **options: Any) -> list[str]:
-    """Save with all ranks, with options by name, and give the warnings of the report."""
+    """Save with all ranks, with options by name, and return the warnings of the report."""
     options = grouped(options)
     if how == "dcp":
         writer = fastckpt.dcp.Writer(path, **options)
@@ -49,7 +49,7 @@ def _save(state: Any, path: str, how: str, **options: Any) -> list[str]:
 
 
 def _replicated(path: str, how: str, rank: int, places: list[int], **options: Any) -> list[str]:
-    """A plain tensor and a DTensor on all ranks, in which ``rank`` has other values at these places."""
+    """Save a plain tensor and a DTensor of all ranks, in which ``rank`` has other values at these places."""
     values = _values(LARGE)
     if dist.get_rank() == rank:
         values[places] += 1
@@ -59,10 +59,10 @@ def _replicated(path: str, how: str, rank: int, places: list[int], **options: An
 
 
 def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str]:
-    """Two groups of experts, each with a tensor of the same name over its own ranks."""
+    """Save two groups of experts, each with a tensor of the same name over its own ranks."""
     rank = dist.get_rank()
     ranks = _half(rank)
-    # Equal at a few samples: only a comparison of everything finds the difference.
+    # The tensors differ in one element, which a few samples would miss: only a full comparison finds it.
     values = _values(2 * LARGE)
     if not equal and rank >= 2:
         values[LARGE // 2 + 77] += 1
@@ -71,7 +71,7 @@ def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str
 
 
 def _told(path: str, replicas: str, places: list[int]) -> list[str]:
-    """The monitor's warning about a save of tensors in which rank 1 has other values."""
+    """The monitor's warnings about saves of tensors in which ranks have different values."""
     told = []
     with points.replaced(points.WARN, lambda _: told.append):
         _replicated(path, "save", 1, places, replicas=replicas, on_difference="warn")
@@ -93,19 +93,19 @@ def test_the_monitor_is_told_which_tensors_differ(forge, tmp_path):
 
 
 def _half(rank: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...]:
-    """The two ranks of the group of a rank; all ranks make the meshes of both."""
+    """The two ranks in the group of a rank; all ranks make the meshes of both groups."""
     for half in (ranks[:2], ranks[2:]):
         _mesh(half, (2,))
     return ranks[:2] if rank in ranks[:2] else ranks[2:]
 
 
 def _stages(path: str, how: str) -> list[str]:
-    """Stages of a pipeline that number their layers from 0."""
+    """Save stages of a pipeline, each of which numbers its layers from 0."""
     return _save({"layers.0.weight": _values(50_000, dist.get_rank() // 2)}, path, how)
 
 
 def _hsdp(path: str, how: str, **options: Any) -> list[str]:
-    """Two copies of two parts, one of them diverged; both tensors are sharded by rows."""
+    """Save two tensors sharded by rows, of which the ranks have two copies, one of them diverged."""
     rank = dist.get_rank()
     mesh = _mesh((0, 1, 2, 3), (2, 2))
     state = {}
@@ -118,7 +118,7 @@ def _hsdp(path: str, how: str, **options: Any) -> list[str]:
 
 
 def _refused(group: Any, function: Any, path: Any, *args: Any, **options: Any) -> str:
-    """The error of rank 0, after a check of the others' errors."""
+    """The error of rank 0, after checks of the errors of all ranks."""
     group.start(function, str(path), *args, **options)
     outcomes = group.outcomes()
     assert [each.kind for each in outcomes] == ["raised"] * group.size, outcomes
@@ -137,7 +137,7 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
         assert "separate names" in text
         assert "ranks 0, 1" in text
         assert "ranks 2, 3" in text
-        # Regardless of other comparisons.
+        # Tensors of one name in two groups are compared whatever replicas= is.
         assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "c", how, False, replicas="first")
         assert group.run(_expert_groups, str(tmp_path / "c"), how, True) == [[]] * 4
     assert torch.equal(fastckpt.load(tmp_path / "c")["experts"]["w1"], _values(2 * LARGE))
@@ -145,7 +145,7 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
 
 @pytest.mark.parametrize("how", ["save", "async"])
 def test_beside_a_base_that_has_what_the_owner_holds_others_are_compared_too(forge, tmp_path, how):
-    """Files are linked if the rank that would write a part has not changed it; other copies may have changed."""
+    """A save links a file if the rank that would write a part has not changed it, though other copies may differ."""
     base = tmp_path / "base"
     with forge.group(4) as group:
         group.run(_replicated, str(base), how, 1, [])
@@ -216,7 +216,7 @@ def test_a_mask_that_differs_in_the_middle_only_is_found(forge, tmp_path, how):
 
 
 def test_what_samples_miss_is_of_one_rank(forge, tmp_path):
-    """Ranks differ in few places, which the samples of this save may miss: the saved tensor is one rank's, whole."""
+    """If samples miss the few places in which ranks differ, the saved tensor is entirely that of one rank."""
     with forge.group(3) as group:
         group.start(_replicated, str(tmp_path / "c"), "save", 1, [100_000, LARGE - 100_000])
         kinds = {each.kind for each in group.outcomes()}
@@ -236,8 +236,8 @@ def test_what_there_is_not_is_refused(option, words):
         fastckpt.distributed.Ranks(**{option: "some"})
 
 
-#: Spreads of a tensor of two dimensions over four ranks: the ranks in the order of the mesh, its shape and placements,
-#: or None if each has it whole. Two groups of ranks have a mesh each.
+#: Spreads of a two-dimensional tensor over four ranks: the ranks in the order of the mesh, its shape and placements, or
+#: None if each rank has the whole tensor. Two groups of ranks have one mesh each.
 SPREADS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Placement]] | None] = {
     "plain": None,
     "replicate": ((0, 1, 2, 3), (4,), [Replicate()]),
@@ -250,7 +250,7 @@ SPREADS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Placement]] | No
 
 
 def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """A rank's part, in separate memory."""
+    """A rank's part of the tensor, in separate memory."""
     if spread in {"plain", "replicate"}:
         return whole.clone()
     ranks, _, _ = SPREADS[spread]
@@ -260,7 +260,7 @@ def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each copy of the tensor, from the parts of all ranks: first the copy of rank 0."""
+    """All copies of the tensor, put together from the ranks' parts; the copy of rank 0 is first."""
     if spread in {"plain", "replicate"}:
         return parts
     first, second, third, fourth = SPREADS[spread][0]
@@ -270,7 +270,7 @@ def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _drawn(base: str, number: int) -> str:
-    """One drawn save, and its fault: nothing, if all is well."""
+    """Make one drawn save; return its problem, or an empty string."""
     rng = random.Random(number)
     rank = dist.get_rank()
     state, copies, apart = {}, {}, set()
@@ -302,7 +302,7 @@ def _drawn(base: str, number: int) -> str:
     except (ValueError, RanksError, torch_dcp.api.CheckpointException) as error:
         told = str(error)
         named = {name for name in copies if f"\n  {name}: " in told}
-        # One name over two groups is always compared.
+        # Tensors of one name in two groups are always compared.
         compared = apart if replicas == "first" else diverged
         right = named and named <= diverged & compared and on_difference == "raise"
         return "" if right else f"{about}: {told[:2000]}"
@@ -318,7 +318,7 @@ def _drawn(base: str, number: int) -> str:
     for name, each in copies.items():
         known = each[:1] if replicas == "first" or name in named else each
         if not any(torch.equal(one, found[name]) for one in known):
-            return f"{about}: {name} is nobody's"
+            return f"{about}: {name} equals no rank's copy"
     return ""
 
 

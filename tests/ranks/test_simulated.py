@@ -1,6 +1,6 @@
-"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 simulations, a seed each.
+"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 simulations, each with its own seed.
 
-The gate runs every sixth of them, the nightly campaign of faults all: ``FASTCKPT_TEST_RUNS=all``.
+The gate runs every sixth simulation; the nightly fault campaign runs all with ``FASTCKPT_TEST_RUNS=all``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from harness.draws import one_in
 from harness.simulated import Faults, Job, ViolationError, World
 
 STEP = one_in(6)
-#: Seconds beyond the timeout: GRACE, and two polling intervals of a 20th of the timeout.
+#: Seconds allowed beyond the timeout: GRACE, and two polling intervals of a 20th of the timeout each.
 SLACK = protocol.GRACE + 3
 
 
 def drawn(seed, operations=2, *, sizes=(1, 100), timeout=None, turn=protocol.Turn, atomic=True):
-    """A group of drawn size with drawn delays; most groups are small."""
+    """A job of drawn size with drawn delays; most jobs are small."""
     world = World(seed, atomic=atomic)
     draw = world.draw
     low, high = sizes
@@ -44,13 +44,13 @@ def run(job):
     if job.begins:
         job.world.run(until=10 * job.world.timeout, stop=True)
         job.world.faults = Faults(deaths=job.world.faults.deaths)
-    # Each operation may take its work and a timeout per fault, and no longer.
+    # Each operation may take the time of its work and one timeout for each fault, but no longer.
     job.world.run(until=40 * (job.operations + 1) * job.world.timeout)
     job.check()
 
 
 def last_works(job):
-    """The last operation begins after all faults, and must succeed."""
+    """Let the last operation begin after all faults, so that it must succeed."""
     job.begins[job.operations - 1] = 20 * job.world.timeout
 
 
@@ -102,7 +102,7 @@ def one_run_with_deaths(seed, **options):
 
 
 def one_run_with_stops(seed, **options):
-    """Ranks are stopped, and continue after a while, perhaps after the others have given them up."""
+    """Ranks stop and continue after a while, perhaps after the others have given them up."""
     job = drawn(seed, 3, sizes=(2, 100), **options)
     draw = job.world.draw
     stopped = draw.sample(range(job.size), min(job.size, draw.randint(1, 3)))
@@ -115,7 +115,7 @@ def one_run_with_stops(seed, **options):
 
 
 def one_run_with_failures(seed, **options):
-    """Ranks raise, or are interrupted, each at a drawn step: all others learn which rank it was."""
+    """Ranks raise or are interrupted, each at a drawn step, and all others learn which ranks these are."""
     job = drawn(seed, 2, sizes=(2, 100), **options)
     draw = job.world.draw
     failing = draw.sample(range(job.size), min(job.size, draw.choice((1, 1, 2, 30))))
@@ -144,7 +144,7 @@ def one_run_with_losses(seed, **options):
 
 
 def one_run_with_cuts(seed, **options):
-    """The store does not answer some ranks for a while, short or long."""
+    """The store does not answer some ranks for a short or a long time."""
     job = drawn(seed, 3, sizes=(2, 100), **options)
     draw = job.world.draw
     cut = draw.sample(range(job.size), min(job.size, draw.choice((1, 2, 100))))
@@ -180,14 +180,14 @@ def one_run_with_mismatched_calls(seed, **options):
     run(job)
     for rank, result in job.outcomes(0).items():
         if "same calls in the same order" not in str(result.error):
-            raise ViolationError(f"rank {rank} is told {result.error}")
+            raise ViolationError(f"rank {rank} has the error {result.error}")
     job.check_named(0, {odd, *tree.below(odd, job.size)})
     job.check_success(1)
     clean(job)
 
 
 def one_run_with_missed_calls(seed, **options):
-    """A rank's program fails outside of a call, which it misses; the others give up before the next, which works."""
+    """A rank misses a call by an error outside it; the others give this call up, and the next one works."""
     job = drawn(seed, 6, sizes=(2, 100), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -205,7 +205,7 @@ def one_run_with_missed_calls(seed, **options):
 
 
 def one_run_with_calls_out_of_step(seed, **options):
-    """A rank that has missed a call makes its next one while the others are still in the missed one."""
+    """A rank misses a call, and makes its next call while the others are still in the missed one."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -222,7 +222,7 @@ def one_run_with_calls_out_of_step(seed, **options):
 
 
 def one_run_with_calls_that_nothing_tells_apart(seed, **options):
-    """Ranks make old calls after the others have given these up: that fails, and nothing is mixed."""
+    """Ranks make calls that the others have given up: such calls fail, and no values are mixed."""
     job = drawn(seed, 6, sizes=(2, 12), **options)
     draw = job.world.draw
     paths = draw.choice((("/a",), ("/a", "/b")))
@@ -235,7 +235,7 @@ def one_run_with_calls_that_nothing_tells_apart(seed, **options):
 
 
 def one_run_with_missed_loads(seed, **options):
-    """Nothing distinguishes loads: a rank that has missed one is taken for a late one once, and not again."""
+    """Loads are indistinguishable: a rank that missed one counts as late once, and not again."""
     job = drawn(seed, 6, sizes=(2, 100), **options)
     draw = job.world.draw
     job.call_of = lambda *_: ("load", "/checkpoint")
@@ -252,7 +252,7 @@ def one_run_with_missed_loads(seed, **options):
 
 
 def one_run_with_a_pause_of_the_store(seed, **options):
-    """The store is stopped for a while, shorter or longer than the timeout, while ranks save, or wait for a save."""
+    """The store stops for less or more than the timeout while ranks save, or wait for a save."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
     job.apart = draw.choice(("path", "mark", "value"))
@@ -268,7 +268,7 @@ def one_run_with_a_pause_of_the_store(seed, **options):
 
 
 def one_run_with_a_pause_of_the_store_in_a_restore(seed, **options):
-    """Ranks that have given up a question, to which the others have the answer, do not reach the load after it.
+    """The store stops in a restore: ranks that give up the question do not load, unlike ranks that have the answer.
 
     Ranks meet before each restore. The restores after the pause succeed.
     """
@@ -290,7 +290,7 @@ def one_run_with_a_pause_of_the_store_in_a_restore(seed, **options):
 
 
 def one_run_with_a_rank_late_to_the_first_call(seed, **options):
-    """It soon gets the outcome of the others, and blames no other rank."""
+    """A rank is late to the first call: it soon gets the others' outcome, and blames no other rank."""
     job = drawn(seed, 2, sizes=(2, 30), **options)
     draw = job.world.draw
     timeout = job.world.timeout
@@ -304,7 +304,7 @@ def one_run_with_a_rank_late_to_the_first_call(seed, **options):
     job.check_named(0, {late})
     told = job.results[0, late]
     if told.ended - job.ready[0, late] > SLACK + timeout / 10:
-        raise ViolationError(f"rank {late} is told after {told.ended - job.ready[0, late]:.1f} s: {told.error}")
+        raise ViolationError(f"rank {late} raises after {told.ended - job.ready[0, late]:.1f} s: {told.error}")
     job.check_success(1)
 
 
@@ -378,11 +378,11 @@ def test_runs(one_run, record_property):
     assert breaks(one_run, STEP) is None
 
 
-# The rules of the protocol, each switched off: some simulation must then break a promise.
+# Each class switches off a rule of the protocol: some simulation must then break a promise.
 
 
 class Counts(protocol.Turn):
-    """Gives a rank up after a time, despite its heartbeats."""
+    """A rank gives another rank up after a time, despite its heartbeats."""
 
     def _listen(self, state, own):
         state.silence.hear = lambda rank, _, now: Silence.hear(state.silence, rank, None, now)
@@ -390,7 +390,7 @@ class Counts(protocol.Turn):
 
 
 class Patient(protocol.Turn):
-    """Waits forever."""
+    """A rank waits forever."""
 
     def __init__(self, member, kind, path, timeout):
         super().__init__(member, kind, path, timeout)
@@ -398,7 +398,7 @@ class Patient(protocol.Turn):
 
 
 class Forgiving(protocol.Turn):
-    """Takes a missing message for success."""
+    """A rank takes a missing message for success."""
 
     def _collect(self, own):
         messages = yield from super()._collect(own)
@@ -407,7 +407,7 @@ class Forgiving(protocol.Turn):
 
 
 class Hasty(protocol.Turn):
-    """The coordinator decides without asking the register."""
+    """The coordinator decides without a check of the register."""
 
     def _decide(self, joined, *how):
         verdict = yield from super()._decide(joined, *how)
@@ -415,7 +415,7 @@ class Hasty(protocol.Turn):
 
 
 class Deaf(protocol.Turn):
-    """Does not check whether the bell stayed silent."""
+    """A rank does not check whether the bell stays silent."""
 
     def _await(self):
         while not (yield protocol.Wait((self._bell(),), self.timeout, 0)):
@@ -434,7 +434,7 @@ class Drifting(protocol.Turn):
 
 
 class Untidy(protocol.Turn):
-    """Leaves its keys."""
+    """A rank leaves its keys in the store."""
 
     def _depart(self, *, failed=False):  # noqa: ARG002 - as the method that it stands for
         self.over = True
@@ -442,7 +442,7 @@ class Untidy(protocol.Turn):
 
 
 class Mute(protocol.Turn):
-    """Sends no heartbeats while it waits for others."""
+    """A rank sends no heartbeats while it waits for others."""
 
     def alive(self):
         if self.inside:
@@ -451,7 +451,7 @@ class Mute(protocol.Turn):
 
 
 class Strange(protocol.Turn):
-    """Answers only the first hello of a rank, which may be that of a former process."""
+    """A rank answers only another rank's first hello, which may be from an earlier process."""
 
     def _listen(self, state, own):
         answer, self.member.answer = self.member.answer, lambda _: iter(())
@@ -460,21 +460,21 @@ class Strange(protocol.Turn):
 
 
 class Closed(protocol.Turn):
-    """Leaves although ranks from which it has not heard can then not learn the verdict."""
+    """A rank leaves although ranks from which it has not heard then cannot learn the verdict."""
 
     def _has_waited(self, state):
         return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
 
 
 class Stubborn(protocol.Turn):
-    """Takes the verdict of a turn that it has missed."""
+    """A rank accepts the verdict of a turn that it has missed."""
 
     def _is_of_others(self, verdict):  # noqa: ARG002 - as the method that it stands for
         return False
 
 
 class Tardy(protocol.Turn):
-    """Takes each verdict of missed calls that are indistinguishable from its own."""
+    """A rank accepts every verdict of missed calls that cannot be distinguished from its own."""
 
     def _attempt(self, own, *how):
         self.member.was_told = lambda _: False
@@ -482,7 +482,7 @@ class Tardy(protocol.Turn):
 
 
 class Careless(protocol.Turn):
-    """Goes on from every turn that has failed without it, even if that was its own call."""
+    """A rank skips every turn that has failed without it, even that of its own call."""
 
     def _is_of_others(self, verdict):
         return verdict[:1] == b"!" and not self.passed
@@ -495,7 +495,7 @@ class Careless(protocol.Turn):
 
 
 class Forgetful(protocol.Turn):
-    """Does not know that it is ahead of the others."""
+    """A rank does not notice that it is ahead of the others."""
 
     def round(self, *given):
         self.member.behind = []
@@ -503,7 +503,7 @@ class Forgetful(protocol.Turn):
 
 
 class Unmarked(protocol.Turn):
-    """Identifies its call only by kind and path."""
+    """A rank identifies its call only by kind and path."""
 
     @property
     def called(self):
@@ -533,7 +533,7 @@ MUTANTS = {
 def test_no_rule_can_be_left_out(mutant):
     found = breaks(MUTANTS[mutant], turn=mutant)
     assert found is not None
-    # A mutant that does not run at all proves nothing.
+    # The mutant must fail by a broken promise: one that crashes proves nothing.
     assert "ViolationError" in found, found
 
 

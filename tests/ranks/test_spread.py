@@ -1,4 +1,4 @@
-"""The parts of a tensor that a rank holds: by torch's own cuts, and by the descriptions of DTensors."""
+"""The parts of a tensor on each rank, as torch itself divides it and as DTensors describe it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_torch(placement):
 
 
 def taken(full, ranges):
-    """The elements of an array at ranges of indices along each dimension."""
+    """The elements of an array in ranges of indices along each dimension."""
     indices = [[index for start, stop in each for index in range(start, stop)] for each in ranges]
     return full[np.ix_(*indices)] if indices else full
 
@@ -89,7 +89,7 @@ def test_meshes_of_one_rank_and_replicas_are_whole():
     assert simplest([0, 1, 2, 3], (2, 2), (REPLICATE, shard)).mesh == (2, 2)
 
 
-# In groups of processes.
+# Tests in groups of processes.
 
 
 def numbered(*shape):
@@ -97,7 +97,7 @@ def numbered(*shape):
 
 
 def held(value: DTensor, full: torch.Tensor, rank: int | None = None) -> Spread:
-    """The description of a DTensor, after a comparison with its memory."""
+    """The description of a DTensor, which is first compared with the DTensor's memory."""
     rank = dist.get_rank() if rank is None else rank
     spreads = Spreads(range(dist.get_world_size()), rank)
     describe_one = spreads.describe_of(type(value))
@@ -162,19 +162,19 @@ def _fsdp_over_tensor_parallel(shape: tuple[int, int], rows: int) -> list[Spread
     return [held(value, whole[name]) for name, value in model.state_dict().items()]
 
 
-# Uneven chunks: 385 rows are 193 and 192, and of these a rank has 49, 48, or 46. Of 13, the last rank has none.
+# Uneven chunks: 385 rows become 193 and 192, and a rank has 49, 48 or 46 of these. Of 13 rows, the last rank has none.
 @pytest.mark.parametrize(("shape", "rows"), [((2, 2), 8), ((4, 2), 385), ((4, 2), 13), ((2, 4), 9), ((3, 2), 10)])
 def test_fsdp_over_tensor_parallel(forge, shape, rows):
     with forge.group(math.prod(shape)) as group:
         for spreads in group.run(_fsdp_over_tensor_parallel, shape, rows):
-            # Tensor parallelism cuts first, and FSDP cuts its parts.
+            # Tensor parallelism divides first, and FSDP divides its parts.
             assert spreads[0].mesh == shape[::-1]
             assert spreads[0].placements == (("shard", 0, 0), ("shard", 0, 0))
             assert spreads[0].ranks[: shape[0]] == tuple(range(0, math.prod(shape), shape[1]))
 
 
 def _redistributed() -> None:
-    """Torch's results for strided placements, in both orders, and for one that only views produce."""
+    """Compare with torch's results for strided placements, in both orders, and for a placement that only views give."""
     mesh = init_device_mesh("cpu", (2, 2, 2))
     for size in (8, 9, 11, 13, 3):
         full = numbered(size, 2)
@@ -198,7 +198,7 @@ def test_placements_of_no_order_are_left_as_they_are():
 
 
 def _a_mesh_of_some_ranks() -> Any:
-    # Every rank makes the mesh; two of them are not in it.
+    # Every rank makes the mesh, which has only two of the ranks.
     inner = DeviceMesh("cpu", [1, 2])
     full = numbered(5, 3)
     spread = held(distribute_tensor(full, inner, [Shard(0)]), full)
@@ -319,7 +319,7 @@ def _ties() -> None:
     flat = _flat(one=one, same=same, detached=one.detach(), empty=empty, again=empty.detach(), other=other)
     assert flat.ties == [(0, "same"), (0, "detached"), (1, "again")]
     assert len(flat.tensors) == 3
-    # On a mesh of one rank both placements are the same; on any other they are not.
+    # The two placements are the same only on a mesh of one rank.
     assert len(_flat(one=one, whole=whole).tensors) == 1
 
 
@@ -403,7 +403,7 @@ def test_a_collective_under_way_is_waited_for(forge):
 
 
 def _another_order() -> None:
-    """A spec can have an order in which the dimensions of a mesh cut, which is another form of strided shards."""
+    """A spec may give the order in which the dimensions of a mesh divide a tensor, instead of strided shards."""
     mesh = init_device_mesh("cpu", (2, 2))
     value = distribute_tensor(numbered(8, 3), mesh, [Shard(0), Shard(0)])
     spec = value._spec
@@ -412,7 +412,7 @@ def _another_order() -> None:
     (entry,) = spec.shard_order
     assert tuple(entry.mesh_dims) == (0, 1)
     first, second = divmod(dist.get_rank(), 2)
-    # The second dimension of the mesh cuts first.
+    # The second dimension of the mesh divides the tensor first.
     local = numbered(8, 3)[second * 4 + first * 2 : second * 4 + first * 2 + 2]
     turned = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False)
     turned._spec.shard_order = (entry._replace(mesh_dims=(1, 0)),)

@@ -1,4 +1,4 @@
-"""DTensors and small plain tensors on a device: the number of the rank's device does not matter."""
+"""DTensors and small plain tensors on a device, whatever the number of the rank's device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of ranks about a save or a load: tables that travel, that differ and are united, and each rank's
+"""Messages of ranks about a save or a load: tables that are sent, that differ and are united, and each rank's
 requests to a checkpoint.
 """
 
@@ -96,7 +96,7 @@ def test_what_differs_has_another_digest(other):
 
 
 def test_memory_has_no_say():
-    """The same values in other memory: with gaps, in another order, not aligned."""
+    """Equal values give equal tables, even in memory with gaps, in another order or unaligned."""
     base = torch.arange(24.0).reshape(4, 6)
     gaps = torch.zeros(4, 6, 2)
     gaps[..., 0] = base
@@ -159,7 +159,7 @@ def test_offers_travel_once():
 
 
 def test_large_tables_are_made_in_linear_time():
-    """Not an absolute time: the time grows in proportion to the number of tensors, with ample slack."""
+    """The test checks no absolute time, but that time grows with the number of tensors, with ample slack."""
 
     def seconds(count):
         state = {"model": {f"layers.{index}.weight": base[: index % 7 + 1] for index in range(count)}}
@@ -180,7 +180,7 @@ def test_large_tables_are_made_in_linear_time():
 
 
 def tree(combine, values, fan):
-    """Combine values like a tree of ranks: each node its own first, then its children in order."""
+    """Combine values like a tree of ranks, in which a node combines its own value and then its children's in order."""
     values = [json.loads(json.dumps(value)) if not isinstance(value, bytes) else value for value in values]
     while len(values) > 1:
         values = [combine(values[at : at + fan]) for at in range(0, len(values), fan)]
@@ -188,7 +188,7 @@ def tree(combine, values, fan):
 
 
 def agree(states, *, fan=3, extras=None, **options):
-    """The result of the agreement on each rank, and whether tables had to be sent."""
+    """The agreement of each rank, and the kind of the verdict ("equal", "tables", ...)."""
     size = len(states)
     agreements = [
         local_of(state, rank, range(size), per_rank=None if extras is None else extras[rank], **options)
@@ -221,7 +221,7 @@ def check_held(agreed):
 
 
 def holders(agreed, name):
-    """The ranks that have a tensor whole."""
+    """The ranks that hold the whole tensor of this name."""
     (tensor,) = [one for one in agreed.tensors if one.name == name]
     (number,) = tensor.spreads
     assert not agreed.spreads[number].mesh
@@ -229,7 +229,7 @@ def holders(agreed, name):
 
 
 def state_of(agreed):
-    """The state that the coordinator will write into the manifest, with a name for each tensor."""
+    """The state that the coordinator writes into the manifest, with names in place of tensors."""
 
     class Names(StateBuilder):
         def tensor(self, token):
@@ -302,7 +302,7 @@ states = st.recursive(
 
 
 def made(state, memory):
-    """The state with tensors; ``memory`` keeps one for each place."""
+    """A drawn state with real tensors, which are added to ``memory``."""
     if isinstance(state, dict):
         return {key: made(value, memory) for key, value in state.items()}
     if isinstance(state, list):
@@ -314,7 +314,7 @@ def made(state, memory):
 
 
 def thinned(state, drop):
-    """The state without some keys of its mappings, in another order."""
+    """A state without some keys of its mappings, in another order."""
     if isinstance(state, dict):
         items = [(key, thinned(value, drop)) for key, value in state.items() if drop.random() < 0.7]
         drop.shuffle(items)
@@ -327,7 +327,7 @@ def thinned(state, drop):
 
 
 def shown(state):
-    """A state with the shapes of its tensors for these."""
+    """A state with shapes in place of tensors."""
     if isinstance(state, dict):
         return {key: shown(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -339,7 +339,7 @@ def shown(state):
 @settings(max_examples=150, deadline=None)
 def test_what_is_cut_apart_is_united(state, seed, size, fan):
     drop = random.Random(seed)
-    # The last rank has everything.
+    # The last rank has the whole state.
     parts = [made(thinned(state, drop), []) for _ in range(size - 1)]
     whole = made(state, [])
     agreed, _ = agree([*parts, whole], fan=fan, files=fastckpt.Files(model_key=None))
@@ -418,7 +418,7 @@ def test_flags_are_those_of_the_first_rank():
 
 
 def test_names_that_only_the_union_needs():
-    """Two places with the same name belong to different tensors, and the second gets another name."""
+    """If two places of one name belong to different tensors, the second tensor gets another name."""
     agreed, _ = agree([{"a": {"b": torch.ones(2)}}, {"a.b": torch.zeros(2)}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["a.b", "a.b~1"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[0], [1]]
@@ -427,20 +427,20 @@ def test_names_that_only_the_union_needs():
 def test_ties():
     shared = torch.ones(3)
     tied = {"model": {"embed": shared, "head": shared}}
-    # If all ranks with both places agree, they are one tensor.
+    # If all ranks that have both places tie them, the places are one tensor.
     agreed, _ = agree([tied, {"model": {"head": torch.ones(3)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.embed"]
     assert holders(agreed[0], "model.embed") == (0, 1)
     assert [[one.tensor for one in each.held] for each in agreed] == [[0], [0]]
-    # If one rank has two tensors, they are two.
+    # If one rank has different tensors in both places, they are two tensors.
     agreed, _ = agree([tied, {"model": {"embed": torch.ones(3), "head": torch.ones(3)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.embed", "model.head"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[0, 1], [0, 1]]
-    # A tensor has the name of its first place in the union, whatever comes first on its rank.
+    # A tensor's name is that of its first place in the union, whatever comes first on its rank.
     agreed, _ = agree([{"z": {"x": 1}, "a": {"x": 2}}, {"a": {"w": shared}, "z": {"w": shared}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["z.w"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[], [0]]
-    # The model's name is stored, wherever the first place is.
+    # A tensor of the model has the model's name, wherever its first place is.
     early = {"ema": {"head": shared}, "model": {"head": shared}}
     agreed, _ = agree([early, {"model": {"other": torch.ones(2)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.head", "model.other"]
@@ -448,7 +448,7 @@ def test_ties():
 
 
 def test_the_model_of_the_union():
-    """One stage may have no tensor of the model."""
+    """A stage may have no tensor of the model."""
     agreed, _ = agree([{"model": {}, "x": {"y": torch.ones(1)}}, {"model": {"w": torch.ones(2)}, "x": {}}])
     assert agreed[0].prefix == "model."
     with pytest.raises(ValueError, match=r"model_key='net'.*give one of 'model', 'x'"):
@@ -461,7 +461,7 @@ def test_the_model_of_the_union():
 
 
 def test_modules_as_stages():
-    """An OrderedDict with attributes, like those of modules: its ``_metadata`` is united, too."""
+    """The ``_metadata`` of OrderedDicts, as modules return them, is united, too."""
     stages = [torch.nn.Sequential(OrderedDict([(f"l{rank}", torch.nn.Linear(2, 2))])).state_dict() for rank in (0, 1)]
     agreed, _ = agree([{"model": each} for each in stages])
     state = state_of(agreed[0])["model"]
@@ -517,7 +517,7 @@ def test_per_rank_holds_no_dtensors_and_equal_ones_travel_once():
 
 
 def _beside() -> None:
-    """Parallel tensor parallel groups differ only in their meshes."""
+    """Agree on a tensor of two tensor-parallel groups, which differ only in their meshes."""
     rank = dist.get_rank()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(12.0).reshape(4, 3)
@@ -537,7 +537,7 @@ def _beside() -> None:
 
 
 def _rounds(agreement: Agreement):
-    """Both rounds over a gloo group."""
+    """Make both rounds of an agreement over a gloo group."""
     arrivals: list = [None] * dist.get_world_size()
     dist.all_gather_object(arrivals, agreement.arrival())
     verdict = agreement.decide(combine_arrivals(arrivals))
@@ -568,7 +568,7 @@ def _shapes_that_from_local_guessed() -> None:
 
 
 def _stages_with_meshes() -> None:
-    """Pipeline over FSDP, with torch's states of modules and optimizers."""
+    """Agree on pipeline stages under FSDP, with torch's states of modules and optimizers."""
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()
@@ -635,7 +635,7 @@ def gathered(value):
 
 
 def load(path, into, **options):
-    """Load like ranks, but each takes its parts from the whole tensors itself."""
+    """Load as ranks do, except that each rank takes its parts from whole tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reader = _core.Reader(str(path))
     wanted = demands(reader, str(path), LoadSettings.of("load", options), into, rank, range(size))
@@ -671,7 +671,7 @@ def fill(agreed, index, checkpoint, name, spread):
         assert request.nbytes == part.nbytes
         ctypes.memmove(request.address, part.tobytes(), part.nbytes)
     else:
-        # In two pieces, the second first, like messages.
+        # The bytes come in two pieces, the second one first, as in messages.
         middle = data.nbytes // 2
         agreed.drain([(index, middle, data.ctypes.data + middle, data.nbytes - middle)])
         agreed.drain([(index, 0, data.ctypes.data, middle)])
@@ -710,7 +710,7 @@ def _tensors(path) -> None:
         assert loaded["model"][name] is value
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(full.float(), state["model"][name]), name
-    # All ranks also name the empty ones.
+    # All ranks have destinations even for empty tensors.
     assert wanted.unwanted() is None
 
 
@@ -741,7 +741,7 @@ def _modules_and_optimizers(path) -> None:
                 found = mine.state_dict()["state"][number][name]
                 assert isinstance(found, DTensor) == (name != "step")
                 assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value)
-        # Training continues from there.
+        # Training can continue from the loaded state.
         model(torch.ones(4, 3)).sum().backward()
         mine.step()
     into = get_optimizer_state_dict(model, mine)
@@ -763,7 +763,7 @@ def _stages(path) -> None:
     assert set(loaded["model"]) == set(into["model"])
     others = {f"model.layer{at}" for at in range(4)} - {f"model.{name}" for name in into["model"]}
     assert set(wanted.names_of(wanted.unwanted())) == others
-    # A tensor that no rank wants is an error for all, unless that is allowed.
+    # A tensor without a destination on any rank is an error on all ranks, unless strict=False.
     less = {"model": {f"layer{rank % 2}": torch.zeros(rank % 2 + 2)}}
     with pytest.raises(
         StructureMismatchError, match=r"no rank has a destination.* 2 tensors of .*\n  model\.layer2\n  model\.layer3$"
@@ -771,13 +771,13 @@ def _stages(path) -> None:
         load(path, less)
     _, wanted, verdict = load(path, less, strict=False)
     assert wanted.names_of(verdict[1]) == ("model.layer2", "model.layer3")
-    # A tensor that is not in the checkpoint is an error of its rank only.
+    # A tensor that the checkpoint lacks is an error only on the rank that requests it.
     with pytest.raises(StructureMismatchError, match=r"\['model'\]\['more'\]: not in the checkpoint"):
         load(path, {"model": {"more": torch.zeros(1)}})
 
 
 def _a_tie_of_the_checkpoint(path) -> None:
-    """A tensor that is stored once may be wanted in several places, differently by each rank."""
+    """Load a tensor that is stored once into several places, which differ between ranks."""
     mesh = init_device_mesh("cpu", (2,))
     shared = numbered(6, 2)
     if dist.get_rank() == 0:
@@ -793,7 +793,7 @@ def _a_tie_of_the_checkpoint(path) -> None:
     for name, value in loaded.items():
         assert value is into[name]
         assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, shared)
-    # One rank wants it twice, the other once.
+    # One rank loads the tensor into two places, the other rank into one.
     mine = {name: torch.zeros(6, 2) for name in (("a", "b") if dist.get_rank() else ("a",))}
     loaded, _, verdict = load(path, mine)
     assert verdict[0] == "tables"
@@ -820,7 +820,7 @@ def _mismatches(path) -> None:
     value = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
     with pytest.raises(StructureMismatchError, match=r"\['s'\]"):
         load(path, {"s": value}, keys="s*")
-    # A rank leaves out a tensor that is spread over it.
+    # A rank omits a tensor that is spread over this rank.
     with pytest.raises(
         ValueError, match=r"^load: .*\n  \['a'\]: a DTensor over ranks 0, 1 on rank 0, no such on rank 1"
     ):
@@ -888,7 +888,7 @@ def test_a_checkpoint_is_seen_in_the_page_cache(tmp_path):
 
 
 def save_in_pages(how, path, size):
-    """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
+    """Save where rank 1 has pages of ``size`` bytes; return the page size with which the save laid out its share."""
     pages, share = [], _core.Share
 
     class Noted:
@@ -923,7 +923,7 @@ def test_ranks_write_whole_pages_of_the_rank_with_the_largest(forge, tmp_path, h
 
 
 def test_tensors_of_one_spread_do_not_each_hash_its_ranks():
-    """For 30,000 tensors and 16,384 ranks that took 1.5 s."""
+    """Hashing the ranks for each of 30,000 tensors took 1.5 s with 16,384 ranks."""
 
     class Unhashed(Spread):
         __hash__ = None

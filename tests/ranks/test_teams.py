@@ -1,4 +1,4 @@
-"""Ranks that collect their pieces before they write, and after they have read: teams, and the grains of a file."""
+"""Teams of ranks, which exchange pieces before writing and after reading, and the grains of a file."""
 
 import os
 
@@ -10,7 +10,7 @@ from fastckpt import distributed
 from harness.parallel import dist, distribute_tensor, init_device_mesh, torch
 
 RANKS = 4
-#: The tensors of the only shard: eight of 512 KiB by rows, 128 KiB of each on a rank.
+#: The only shard has eight tensors of 512 KiB, spread by rows: 128 KiB of each on a rank.
 TENSORS, ROWS, WIDTH = 8, 128, 1024
 
 
@@ -52,7 +52,7 @@ def test_the_environment_of_rank_0_makes_a_team_of_all(forge, tmp_path):
     total = TENSORS * ROWS * WIDTH * 4
     for saved in saves:
         assert (saved.team, saved.grain, saved.peers) == (4, 65536, 3)
-        # Two whole tensors each, three quarters of them from others, up to a grain.
+        # Each rank writes two whole tensors, three quarters of which come from other ranks, up to a grain.
         assert abs(saved.bytes - total // 4) <= 65536 + 4096
         assert abs(saved.bytes_received - total // 4 * 3 // 4) <= 65536
     assert sum(loaded.bytes_storage for loaded in loads) == total

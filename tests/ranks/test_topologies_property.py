@@ -1,4 +1,4 @@
-"""Drawn tensors under drawn topologies: the files are those of one process, and load into any other topology.
+"""Drawn tensors under drawn topologies: the files equal those of one process, and load into any other topology.
 
 Torch's own splitting decides the parts of each rank; each trial saves from one topology, compares all bytes with a save
 of one process, and loads into another topology and into one process. It saves again with the checkpoint of one process
@@ -46,11 +46,11 @@ MESHES = [
 
 @dataclass(frozen=True)
 class Spread:
-    """The holders of a tensor: the ranks from ``first`` on, in a mesh of this shape (transposed if it is turned);
-    with ``placements=None`` each of them has it whole, as a plain tensor. ``gaps``: between the elements in memory.
+    """The holders of a tensor: the ranks from ``first`` on, in a mesh of this shape (in reverse order if ``turned``);
+    with ``placements=None``, each has the whole as a plain tensor. ``gaps``: elements have gaps between them in memory.
 
-    ``parts``: not as DTensors but as Parts, unless they are strided; the other ranks give empty ones. With
-    ``cuts`` each has a flat range, from one of these to the next, in shares of all elements, and ``more`` of them."""
+    ``parts``: Parts instead of DTensors, unless shards are strided; ranks that hold nothing give empty Parts. With
+    ``cuts``, each rank has a flat range from one cut to the next (fractions of all elements) and ``more`` elements."""
 
     first: int
     mesh: tuple[int, ...]
@@ -74,7 +74,7 @@ class Drawn:
 
 
 def whole(drawn: Drawn) -> torch.Tensor:
-    """The tensor's values: bits determined by the name."""
+    """The whole tensor, whose bits the name determines."""
     dtype = getattr(torch, drawn.dtype)
     generator = torch.Generator().manual_seed(zlib.crc32(drawn.name.encode()))
     nbytes = math.prod(drawn.shape) * dtype.itemsize
@@ -96,7 +96,7 @@ def _mesh(first: int, shape: tuple[int, ...], turned: bool) -> DeviceMesh:
 
 @functools.cache
 def _group(size: int) -> Any:
-    # Bytes from or to one of the ranks travel. The others read each other's memory.
+    # Rank 2 exchanges bytes with others by messages. The other ranks read each other's memory.
     os.environ["FASTCKPT_CMA"] = "0" if dist.get_rank() == 2 else "1"
     return None if size == dist.get_world_size() else dist.new_group(list(range(size)))
 
@@ -108,7 +108,7 @@ def _placement(kind: str, dim: int, factor: int) -> Any:
 
 
 def _in_order(mesh: tuple[int, ...], placements: list[Any]) -> list[tuple[int, Any]]:
-    """The dimensions of the mesh in the order in which they cut: with strided placements later ones may cut first."""
+    """The mesh dimensions in the order in which they divide: with strided shards, later ones may come first."""
 
     def factor(axis: int, before: tuple[int, ...]) -> int:
         return math.prod(mesh[other] for other in before if other > axis)
@@ -128,12 +128,12 @@ def _in_order(mesh: tuple[int, ...], placements: list[Any]) -> list[tuple[int, A
 
 
 def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
-    # Not all dtypes can be cut and joined, but their bits can.
+    # Not all dtypes support splitting and joining, but integers of the same size do.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(full.element_size(), full.dtype)
     part = full.view(bits)
     for at, placement in _in_order(tuple(mesh.shape), placements):
         pieces, _ = placement._split_tensor(part, mesh.shape[at], with_padding=False)
-        # Collectives distribute parts by ascending ranks of a line's group, even if a mesh is turned.
+        # Collectives distribute parts by ascending ranks of a line of the mesh, even if the mesh is reversed.
         part = pieces[mesh.get_local_rank(at)]
     return part.clone().view(full.dtype)
 
@@ -145,7 +145,7 @@ def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] | None:
-    """This rank's part of the tensor, and the bits that it must have; None if it has nothing."""
+    """This rank's part of the tensor, and the values that it must have; None if the rank has no part."""
     if spread.cuts is not None:
         return _flat(whole(drawn), spread, fill)
     count = math.prod(spread.mesh)
@@ -154,7 +154,7 @@ def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] 
     if not spread.first <= dist.get_rank() < spread.first + count:
         if not spread.parts or spread.placements is None:
             return None
-        # If the others have DTensors, an empty part does no harm.
+        # An empty Part does no harm, even if the others have DTensors.
         nothing = torch.empty((0,), dtype=full.dtype)
         return fastckpt.distributed.Part.flat(nothing, of=full.shape, start=0), nothing
     placements = None if spread.placements is None else [_placement(*each) for each in spread.placements]
@@ -171,7 +171,7 @@ def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] 
 
 
 def _flat(full: torch.Tensor, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor]:
-    """The flat range of this rank."""
+    """This rank's flat range of the tensor as a Part, and its values."""
     at = dist.get_rank() - spread.first
     ends = [round(cut * full.numel()) for cut in (0, *(spread.cuts or ()), 1)]
     start, stop = (ends[at], min(ends[at + 1] + spread.more, full.numel())) if 0 <= at < len(ends) - 1 else (0, 0)
@@ -181,7 +181,7 @@ def _flat(full: torch.Tensor, spread: Spread, fill: bool) -> tuple[Any, torch.Te
 
 
 def _box(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> tuple[int, ...]:
-    """The start of this rank's part, a box."""
+    """The start of this rank's box in each dimension."""
     numbers = torch.arange(full.numel()).reshape(full.shape)
     part = _part(numbers, mesh, placements)
     if not part.numel():
@@ -208,7 +208,7 @@ def _save(
     background: bool,
     base: str | None = None,
 ) -> tuple[int, int] | None:
-    """The bytes that were written and linked; None on a rank that does not take part."""
+    """Save; return the bytes that were written and linked, or None on a rank that takes no part."""
     os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     state, _ = _state(tensors, "saved", True)
@@ -228,7 +228,7 @@ def _save(
 
 
 def _load(path: str, size: int, tensors: list[Drawn], teams: tuple[str, int]) -> list[str]:
-    """The names of the tensors with wrong local bits."""
+    """Load; return the names of tensors with wrong values on this rank."""
     os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     into, wanted = _state(tensors, "loaded", False)
@@ -256,7 +256,7 @@ def spreads(draw: st.DrawFn, size: int, dims: int) -> Spread:
         chosen = [(draw(st.sampled_from(kinds)), draw(st.integers(0, max(0, dims - 1)))) for _ in mesh]
         placements = []
         for at, (kind, dim) in enumerate(chosen):
-            # As in torch's FSDP over tensor parallelism: the factor counts the later cuts of that dimension.
+            # As in torch's FSDP over tensor parallelism, the factor counts the pieces of later cuts of `dim`.
             later = zip(chosen[at + 1 :], mesh[at + 1 :], strict=True)
             factor = math.prod(count for (other, of), count in later if other != "replicate" and of == dim)
             strided = kind == "strided" and factor > 1
@@ -289,7 +289,7 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
         shape = draw(
             st.one_of(
                 st.lists(side, max_size=3).map(tuple),
-                # Larger than a page with odd rows; larger than a block, in many rows and in few.
+                # Shapes larger than a page with odd rows, and larger than a block with many or few rows.
                 st.sampled_from([(1025, 3), (1, 4099), (3, 1, 2051), (70_001, 33), (5, 450_001)]),
             )
         )
@@ -305,7 +305,7 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
         "shard_size": draw(st.sampled_from([5_000, 1 << 20, 1 << 30])),
         "background": draw(st.booleans()),
         "place": draw(st.none() | st.floats(0, 1)),
-        # The distribution of writes and reads: each rank in place, or teams with grains.
+        # How writes and reads are distributed: each rank accesses its own pieces, or teams exchange grains.
         "teams": (
             draw(st.sampled_from(["auto", "off", "1", "2", "3", "8"])),
             draw(st.sampled_from([4096, 65536, 4 << 20])),
@@ -322,7 +322,7 @@ def _digests(path: Any) -> dict[str, str]:
 
 
 def changed_in(model: dict[str, torch.Tensor], place: float) -> str | None:
-    """The tensor of which one bit is changed here, at this place of its bytes; None if none has bytes."""
+    """Change one bit of a tensor, at ``place`` (0 to 1); return its name, or None if no tensor has bytes."""
     names = sorted(name for name, tensor in model.items() if tensor.numel())
     if not names:
         return None
@@ -333,7 +333,7 @@ def changed_in(model: dict[str, torch.Tensor], place: float) -> str | None:
 
 
 class World:
-    """A group for many trials, made anew after a failed one, because hypothesis repeats that."""
+    """A group for many trials, which is made anew after a failed trial, because hypothesis repeats it."""
 
     def __init__(self, forge: groups.Forge) -> None:
         self.forge, self.stack = forge, contextlib.ExitStack()
@@ -384,7 +384,7 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
 def check_bases(
     world: World, base: Path, trial: dict[str, Any], model: dict[str, torch.Tensor], expected: dict[str, str]
 ) -> None:
-    """The checkpoint of one process is the base: first nothing has changed, then one bit of one tensor."""
+    """Save with the checkpoint of one process as the base, first unchanged and then with one bit changed."""
     tensors = trial["tensors"]
     again = [trial["saved"], tensors, trial["teams"], trial["shard_size"], trial["background"]]
     total = sum(len(_bits(tensor)) for tensor in model.values())

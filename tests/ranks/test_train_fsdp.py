@@ -1,4 +1,4 @@
-"""The example under torchrun: one of four ranks killed and resumed, and resumed by two, against an undisturbed run.
+"""The example under torchrun: a run of four ranks, of which one is killed, is resumed by four and by two ranks.
 
 torchrun starts the killed run. All other ranks are forked, because each would take seconds to import torch.
 """
@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 STEPS = 12
 SAVE_EVERY = 4
 
-# One rank kills itself in a given step, before the others can know: then the last save is of step 8.
+# Rank 2 kills itself in step 10, before the others can notice, so the last save is of step 8.
 KILLED = """
 import os, runpy, signal, sys
 import torch
@@ -78,7 +78,7 @@ def _train(given: list[str]) -> str:
 
 @pytest.fixture
 def forked(forge):
-    """A run of forked ranks; returns the output of rank 0."""
+    """Run the example with forked ranks; return the output of rank 0."""
 
     def go(out, *more, ranks=4):
         with forge.group(ranks, backend="") as group:
@@ -89,7 +89,7 @@ def forked(forge):
 
 @pytest.fixture
 def whole(forked, tmp_path):
-    """An undisturbed run of four ranks; returns its ``out``."""
+    """Run four ranks without a fault; return the run's ``out``."""
 
     def go(*more):
         out = tmp_path / "whole"
@@ -107,7 +107,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_a_run_whose_rank_was_killed_resumes_bit_for_bit(tmp_path, forked, whole):
-    # Dropout makes the state of each rank's generator matter.
+    # With dropout, the state of each rank's generator matters.
     undisturbed = whole("--dropout", "0.2")
     expected = losses(undisturbed)
     out, program = tmp_path / "killed", tmp_path / "killed.py"

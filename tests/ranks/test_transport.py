@@ -1,5 +1,5 @@
-"""The transport between ranks: torch's own stores, with stopped or killed ranks, and the gloo group for bytes,
-which is made on demand, kept, ended by a failure and made anew.
+"""The transport between ranks: torch's stores, with stopped or killed ranks, and the gloo group for bytes,
+which is made on demand, kept, ended by a failure, and then made anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastckpt._ranks.torch_distributed import DataGroup, Group
 from harness import groups, parallel, points, stillness
 from harness.groups import Strike
 
-# The timeout of operations that must fail, and of all others: a machine may be stopped for seconds.
+# The timeout of operations that must fail, and that of all others, because a machine may stop for seconds.
 TIMEOUT, LONG = 3.0, 60.0
 
 
@@ -70,7 +70,7 @@ def server(forge):
 
 @pytest.fixture(params=["hash", "file", "tcp", "prefix"])
 def stores(request, tmp_path):
-    """A function that gives each rank its store, and one that counts the keys."""
+    """A function that returns a rank's store, and a function that counts the keys."""
     if request.param == "hash":
         store = dist.HashStore()
         return lambda: store, store.num_keys
@@ -148,7 +148,7 @@ def test_operations_over_each_store(stores):
 
 
 def test_a_group_that_starts_anew_in_the_same_store(stores):
-    """Earlier processes ended in the middle of their first operation; their keys are still there."""
+    """Earlier processes ended within their first operation, and their keys are still in the store."""
     store, keys = stores
     with group(4, store) as former:
         assert all(
@@ -187,7 +187,7 @@ def test_a_server_that_is_stopped(server):
                 assert seconds < TIMEOUT + 5 + still.since(began)
         finally:
             process.signal(signal.SIGCONT)
-        # The two abandoned operations are settled, and the next one works.
+        # The two abandoned operations have ended, and the next one works.
         assert [outcome for outcome, _ in together(peers, calm)] == [[4, 6]] * 4
 
 
@@ -203,11 +203,11 @@ def test_a_server_that_is_gone(server):
     with group(3, lambda: client(port)) as peers:
         for outcome, seconds in together(peers, kills):
             assert "its host, usually rank 0 or the launcher, is gone or stopped" in str(outcome)
-            assert seconds < LONG / 2, "it is known at once, and not by the timeout"
+            assert seconds < LONG / 2, "the error came at once, and not by the timeout"
 
 
 def test_a_server_that_goes_while_a_client_connects_again(monkeypatch):
-    """The server accepts the connection and does not answer, so torch tries for minutes."""
+    """The server accepts the connection but does not answer, so torch tries for minutes."""
     monkeypatch.setattr(store_module, "_CONNECTED", 0.1)
     ends = threading.Event()
 
@@ -223,7 +223,7 @@ def test_a_server_that_goes_while_a_client_connects_again(monkeypatch):
 
         def clone(self):
             self.clones += 1
-            if self.clones > 2:  # the transport makes the first two at once
+            if self.clones > 2:  # the transport makes the first two clones immediately
                 self.listener.close()
                 ends.wait()
             return Broken()
@@ -247,7 +247,7 @@ def test_waiting_leaves_the_store_to_others(server):
         waits.start()
         time.sleep(0.3)
         began = time.monotonic()
-        # Each would wait for the end of the other's look, which takes a tenth of a second and more.
+        # Otherwise each set would wait for the end of the rank's poll, which takes a tenth of a second or more.
         for number in range(200):
             store.set("mine", str(number))
             assert time.monotonic() - began < 15 + still.since(began)
@@ -296,7 +296,7 @@ def test_a_process_that_goes_is_named_by_all_others(server, sent):
             assert "RanksError: save: /checkpoint: rank 2 on host-2 has not answered for 3.0 s" in told
             assert time.monotonic() - began < TIMEOUT + 5 + still.since(began)
         for process in ranks[:2]:
-            # It ends like a usual program, although its threads waited for the store.
+            # The process ends normally, although its threads waited for the store.
             assert process.stdout.readline() == "ends\n"
             assert process.wait(LONG) == 0
 
@@ -434,7 +434,7 @@ def test_a_body_is_told_that_another_rank_failed(stores):
             time.sleep(0.02)
             operation.alive()
             operation.check()
-        raise AssertionError("it was not told")
+        raise AssertionError("the rank got no error")
 
     with group(3, store) as peers:
         outcomes = together(peers, works)
@@ -484,7 +484,7 @@ def test_a_store_of_another_kind_that_hangs():
     transport = Transport(Hanging())
     with pytest.raises(UnreachableError, match=r"group \(Hanging\) has not answered for 0.2 s"):
         transport.serve(Get(("key",)), 0.2)
-    assert not ended, "it was told only when the store had answered"
+    assert not ended, "the error came only after the store's answer"
     hangs.set()
 
 
@@ -500,7 +500,7 @@ ROWS, COLUMNS = 600, 5000
 
 
 def columns():
-    """A tensor of which each rank has some columns: nearly all of its bytes travel."""
+    """A tensor of which each rank has some columns, so that nearly all of its bytes are sent."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     return {"w": parallel.distributed(whole, mesh, [Shard(1)])}
@@ -522,7 +522,7 @@ def check(path):
     assert torch.equal(found, torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS))
 
 
-# Each rank connects to all others, or only to those that it sends to.
+# Each rank connects to all others, or only to the ranks that it sends to.
 @pytest.mark.parametrize("connect_all", [32, 1])
 def test_one_group_serves_many_operations(forge, tmp_path, connect_all):
     with forge.group(4) as group:
@@ -569,7 +569,7 @@ def test_a_rank_that_is_stopped_in_the_exchange_is_named(forge, tmp_path, where)
         group.start(save_columns, tmp_path / "c", timeout=3.0, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1])
         assert all(each.raised.kind == "RanksError" and "rank 2" in each.raised.text for each in outcomes), outcomes
-        # The timeout, and 5 seconds.
+        # The errors come within the timeout and 5 seconds.
         for each in outcomes:
             began = group.heard(each.rank)
             assert each.ended - began < 3 + 5 + still.since(began), outcomes
@@ -577,7 +577,7 @@ def test_a_rank_that_is_stopped_in_the_exchange_is_named(forge, tmp_path, where)
 
 
 def wait_for_a_message(what):
-    """Rank 0 waits for a message that no rank sends; rank 1 ends the group."""
+    """Wait for a message that no rank sends, until rank 1 ends the group; return the error and the seconds."""
     group = session("save", None).group
     data = DataGroup(group, what, 60.0)
     memory = np.zeros(100, np.uint8)
@@ -605,11 +605,11 @@ def test_the_end_of_a_group_ends_all_waits_on_both_sides(forge):
     with forge.group(2) as group:
         for error, seconds in group.run(wait_for_a_message, "ended"):
             assert error
-            assert seconds < 30, "it was ended by the timeout, and not by the end of the group"
+            assert seconds < 30, "the wait ended by the timeout, and not with the group"
 
 
 class Slow:
-    """A group, its mail and its transfer: nothing ends before it may."""
+    """A stand-in for a group, its mail and its transfer, which end only when the test permits it."""
 
     def __init__(self):
         self.may_end = threading.Event()

@@ -1,4 +1,4 @@
-"""Two hosts as network namespaces: with a shared file system, and with two separate ones."""
+"""Two hosts as network namespaces, with one shared file system or two separate ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _save(path, number, timeout=30.0):
 
 
 def _save_counting(path, number):
-    """Save; returns how often this rank reached its writes."""
+    """Save, and return how often this rank began to write."""
     written = []
 
     def counting(write):
@@ -91,7 +91,7 @@ def shared(tmp_path):
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory):
-    """A directory in whose place the second host has its own empty one."""
+    """A directory of the first host; at its path, the second host has its own empty directory."""
     return tmp_path_factory.mktemp("hidden")
 
 
@@ -109,7 +109,7 @@ def test_two_hosts_write_what_one_process_writes(two, shared, tmp_path):
         names = [name for name, *_ in group.run(_where, str(shared))]
         assert names == ["node-a", "node-a", "node-b", "node-b"]
         sent = group.run(_save, str(shared / "c"), 1)
-        # Columns travel, so bytes have crossed between the hosts; this small file is one block, which rank 0 writes.
+        # Columns are exchanged, so the hosts sent each other bytes; the small file is one block, which rank 0 writes.
         assert all(sent[1:])
         assert digests(shared / "c") == digests(tmp_path / "one")
         assert group.run(_load, str(shared / "c")) == [True] * RANKS
@@ -146,10 +146,10 @@ def test_a_path_that_is_not_shared_is_told_before_a_byte_is_written(two, hidden)
             assert "shared" in text
             assert "node-b" in text
             assert written == 0
-        # Nothing is left on either side, and the old checkpoint is unchanged.
+        # Nothing is left on either host, and the old checkpoint is unchanged.
         assert [names for _, names, _ in group.run(_where, str(hidden))] == [["c"], ["c"], [], []]
         assert digests(path) == before
-        # A load also fails.
+        # A load fails, too.
         group.start(_load, path)
         outcomes = group.outcomes(30)
         assert [each.kind for each in outcomes] == ["raised"] * RANKS

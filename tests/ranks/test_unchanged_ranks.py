@@ -1,4 +1,4 @@
-"""``distributed.save(..., base=...)``: all ranks together link and write the same as one process."""
+"""``distributed.save(..., base=...)``: all ranks together link and write the same files as one process."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ from harness.parallel import dist, torch
 SPREAD = [
     *[("fsdp", 2, "sync"), ("fsdp", 4, "async"), ("tp", 2, "async"), ("tp_fsdp", 4, "sync"), ("ddp", 4, "sync")],
 ]
-#: The values of the trained tensors in each save of a chain: the last one saves the same state again.
+#: The values of the trained tensors in each save of a chain; the last save has the same state again.
 CHAIN = (0, 1, 2, 2)
 
 
@@ -27,7 +27,7 @@ def local(value):
 
 
 def train(state, number):
-    """Change the tensors of one layer and its moments, equally on all ranks."""
+    """Change one layer's tensors and their moments, equally on all ranks."""
     parts = {"": state["model"], **state["optimizer"]["state"]}
     for name, part in parts.items():
         for key, value in part.items():
@@ -46,8 +46,8 @@ def save(state, path, how, **options):
 
 
 def save_chain(topology, folder, how):
-    """Save the states of a chain, each with the previous one as its base, in blocks of a page, so that each tensor has
-    many."""
+    """Save the states of a chain, each with the previous checkpoint as its base. A block is a page, so that a tensor
+    has many blocks."""
     os.environ["FASTCKPT_BLOCK_SIZE"] = "4096"
     state = parallel.state(topology, scale=4)
     reports = []
@@ -64,7 +64,7 @@ def manifest(path):
 
 
 def content(path):
-    """Each file of tensors and the number of its names; the manifest's entries for files, tensors and proofs."""
+    """The SHA-256 and link count of each shard; the manifest's entries for shards, tensors and links."""
     files = {
         each.name: (hashlib.sha256(each.read_bytes()).hexdigest(), each.stat().st_nlink)
         for each in path.rglob("*.safetensors")
@@ -75,11 +75,11 @@ def content(path):
 
 @pytest.fixture(scope="module")
 def alone(forge, tmp_path_factory):
-    """The result of one process: the content of each checkpoint of a chain, and the reports."""
+    """The result of one process: the content of each checkpoint in a chain, and the reports."""
     folder = tmp_path_factory.mktemp("alone")
     with forge.group(1, backend="") as group:
         (reports,) = group.run(save_chain, "single", folder, "alone")
-    # The second save finds the unchanged tensors, the third links them, the fourth links all.
+    # The second save detects unchanged tensors, the third save links them, and the fourth save links all files.
     assert [linked for _, linked, *_ in reports] == [0, 0, 2, 4]
     assert reports[3][0] == 0
     return [content(folder / str(step)) for step in range(len(CHAIN))], reports
@@ -99,7 +99,7 @@ def test_ranks_link_and_write_what_one_process_does(lasting, tmp_path, alone, to
 
 
 def save_stages(folder):
-    """A pipeline whose ranks have different tensors and separate states."""
+    """Save a chain of a pipeline whose ranks have different tensors and per-rank states."""
     state = parallel.state("pipeline", scale=4)
     reports = []
     for step, number in enumerate(CHAIN):
@@ -118,7 +118,7 @@ def test_stages_of_a_pipeline_link_what_has_not_changed(forge, tmp_path):
 
 
 def large(changed=None):
-    """Tensors of several blocks, cut along rows, columns and both, and a replicated one."""
+    """Tensors of several blocks, spread by rows, by columns and by both, and a replicated tensor."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     ways = [[Shard(0), Shard(0)], [Shard(1), Shard(1)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
     whole = torch.arange(1000 * 1637, dtype=torch.int32).view(1000, 1637)
@@ -171,7 +171,7 @@ def test_a_base_may_be_of_any_number_of_ranks_and_of_one_process(forge, tmp_path
 
 
 def damage(path):
-    """Change a byte of a checkpoint's file, which gets the time of the change."""
+    """Change a byte of a checkpoint's file, whose time then shows the change."""
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_base_is_a_warning_of_all_ranks_and_all_is_written(
         (tmp_path / "empty").mkdir()
         check("empty", "is not a checkpoint", 0)
         check("good", "", 2)
-        # Damage is not inherited: the tensors of the file are written again. Here it affects both names of the file.
+        # A save does not inherit damage: it writes the file's tensors again. Here, both names of the file are damaged.
         damage(tmp_path / "good")
         check("good", "checksum is", 1)
         os.truncate(tmp_path / "good" / "model.safetensors", 5000)
@@ -211,7 +211,7 @@ def test_a_base_on_another_file_system_is_a_warning(forge, tmp_path):
 
 
 def save_over(path):
-    """Each save has the checkpoint that it replaces as its base."""
+    """Save repeatedly, each time with the checkpoint that is being replaced as the base."""
     state = parallel.state("fsdp", scale=4)
     found = []
     for number in CHAIN:
@@ -261,7 +261,7 @@ def test_what_is_named_frozen_is_linked_from_the_second_save_on(forge, tmp_path)
 
 
 def save_on_hosts(folder):
-    """Each rank has a different host name, so the manifest of the base travels."""
+    """Save with a different host name on each rank, so that ranks send each other the base's manifest."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
     distributed.save(state, folder / "0")
@@ -275,14 +275,14 @@ def test_the_manifest_of_a_base_travels_between_hosts(forge, tmp_path):
 
 
 def save_struck(folder, number, **options):
-    """One of the ranks of :func:`save_on_hosts`, which may be struck."""
+    """Like :func:`save_on_hosts`, but a rank may be struck."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
     report = distributed.save(state, folder / str(number), ranks=distributed.Ranks(timeout=20), **options)
     return report.linked_files, report.warnings
 
 
-#: The places where a rank fails while ranks compare. Rank 3 waits for the manifest from rank 1.
+#: The places at which a rank fails while ranks compare. Rank 3 waits for the manifest from rank 1.
 BLOWS = [
     (1, points.PASS_BASE_ON, OSError(errno.EIO, "the blow")),
     (3, points.KNOW, OSError(errno.EIO, "the blow")),
@@ -296,7 +296,7 @@ BLOWS = [
 def test_a_rank_that_fails_while_ranks_compare_fails_the_save_on_all_and_the_next_one_works(forge, tmp_path):
     with forge.group(4) as group:
         group.run(save_struck, tmp_path, 0)
-        # The ranks already have a gloo group, in which the failed save must not leave half a broadcast.
+        # The ranks have a gloo group, in which the failed save must not leave an incomplete broadcast.
         assert group.run(save_struck, tmp_path, 1, base=tmp_path / "0") == [(2, ())] * 4
         for step, (rank, where, error) in enumerate(BLOWS):
             strike = groups.Strike(rank, where, error)

@@ -12,7 +12,7 @@ PEERS = 6  # docs/telemetry.md, 5.4
 
 
 def save_late(path, counters, go):
-    """Save rows of which each rank has a half; rank 1 sends its half once the file ``go`` exists."""
+    """Save a tensor of which each rank has half of the rows; rank 1 sends its half once the file ``go`` exists."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from harness.internals import process_group
@@ -55,7 +55,7 @@ def test_a_worker_without_bytes_of_another_rank_waits_for_peers(forge, tmp_path)
             assert time.monotonic() < deadline
             time.sleep(0.02)
         for thread in threads:
-            # Nothing is written yet, so the only possible wait is for the other rank.
+            # Nothing has been written, so the only possible wait is for the other rank.
             assert thread.fsync_wait_ms == 0
             assert (thread.busy_ns + thread.source_wait_ns) / 1e6 < thread.peer_wait_ms
         go.touch()

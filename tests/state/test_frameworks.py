@@ -1,4 +1,4 @@
-"""Every row of the table in docs/states.md, with the real packages: their values in a state, saved unchanged."""
+"""Every row of the table in docs/states.md, with values of the real packages, which a save and load keep."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from harness import needs
 from harness.options import grouped
 from harness.same import same
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages, which are not under test
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the packages, which are not under test
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def package(name):
-    """A package that CI has."""
+    """The module of a package; CI must have it."""
     import importlib
 
     try:
@@ -154,7 +154,7 @@ class Recipe(enum.Enum):
 
 
 class Extra(torch.nn.Linear):
-    """Like TransformerEngine's layers: the state has values other than tensors."""
+    """A layer like TransformerEngine's, whose state has values other than tensors."""
 
     extra: typing.Any = None
 
@@ -231,7 +231,7 @@ def test_lightning(back, tmp_path):
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, data)
     checkpoint = trainer._checkpoint_connector.dump_checkpoint()
-    # It takes the parameters out of its argument.
+    # This call takes the parameters out of its argument.
     loaded = back(copy.deepcopy(checkpoint), fastckpt.Registry(omegaconf.DictConfig))
     assert list(loaded) == list(checkpoint)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step"):

@@ -1,4 +1,4 @@
-"""Arbitrary states, to disk and back."""
+"""Arbitrary states, saved and loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ leaves = (
 
 @st.composite
 def tensors(draw):
-    """A view of any dtype, strides and flags."""
+    """A tensor view of any dtype, with any strides and flags."""
     dtype = draw(
         st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex128, torch.uint16])
     )
@@ -83,7 +83,7 @@ states = st.recursive(
         | st.dictionaries(keys, inner, max_size=3).map(lambda d: collections.defaultdict(list, d))
         | st.sets(st.integers() | texts, max_size=4)
         | st.frozensets(st.integers(), max_size=4)
-        | st.lists(inner, min_size=1, max_size=2).map(lambda pair: [pair[0], *pair])  # the same object twice
+        | st.lists(inner, min_size=1, max_size=2).map(lambda pair: [pair[0], *pair])  # has the same object twice
         | st.builds(slice, inner, inner, st.none())
     ),
     max_leaves=12,
@@ -118,7 +118,7 @@ def test_any_slice(data, tensor):
     index = index[: data.draw(st.integers(0, len(index)))]
     if data.draw(st.booleans()):
         index.insert(data.draw(st.integers(0, len(index))), Ellipsis)
-        # What follows the Ellipsis counts from the end, so it must fit there.
+        # Indices after the Ellipsis count from the last dimension, so they must fit there.
         at = index.index(Ellipsis)
         index = index[: at + 1]
     wanted = tensor.detach().resolve_conj() if isinstance(tensor, torch.Tensor) else tensor
@@ -134,5 +134,5 @@ def test_any_slice(data, tensor):
         assert part.dtype == tensor.dtype
         part = (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
     assert part.shape == expected.shape
-    # One element is a scalar, whose byte order numpy chooses.
+    # A single element is a scalar, whose byte order numpy chooses.
     assert np.asarray(part, raw.dtype).tobytes() == np.asarray(expected, raw.dtype).tobytes()

@@ -1,4 +1,4 @@
-"""``fastckpt.randomness()``: the numbers after a load are those after the save."""
+"""``fastckpt.randomness()``: generators give the same numbers after a load as after the save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import fastckpt
 
-# ruff: noqa: NPY002 - of the global generators
+# ruff: noqa: NPY002 - the global generators are under test
 
 
 def drawn():
@@ -31,7 +31,7 @@ def test_the_same_is_drawn_again(tmp_path, way):
 
 
 def test_a_normal_number_that_was_drawn_ahead_comes_again(tmp_path):
-    """Python's and numpy's generators make normal numbers in pairs."""
+    """Python's and numpy's generators draw normal numbers in pairs, and keep the second one."""
     random.gauss(0, 1)
     np.random.standard_normal()
     fastckpt.save({"random": fastckpt.randomness()}, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Every kind of value that a state can hold, to disk and back."""
+"""Every kind of value that a state can hold, saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DENSE = [d for d in DTYPES if d not in QUANTIZED]
 
 
 def raw(dtype, *shape):
-    """A tensor of any dtype with every byte different from its neighbours."""
+    """A tensor of any dtype, in which each byte differs from its neighbours."""
     count = math.prod(shape)
     values = np.arange(count * dtype.itemsize, dtype=np.uint8)
     if dtype is torch.bool:
@@ -56,7 +56,7 @@ def test_dtype_of_non_contiguous(dtype, trip):
 
 
 def test_large_non_contiguous_over_blocks(trip):
-    # 12 MB transposed, in blocks of 4 MiB. Elements of 16 bytes are stored as bytes: edges of blocks may cut them.
+    # 12 MB, transposed, in blocks of 4 MiB. Elements of 16 bytes are stored as bytes, so block edges may cut them.
     state = {"odd": raw(torch.uint8, 4097), "t": raw(torch.complex128, 750, 1001).t(), "w": raw(torch.bfloat16, 3, 5)}
     assert same(trip(state), state)
 
@@ -261,7 +261,7 @@ def test_state_of_a_module_keeps_its_versions(trip):
 
 
 def schedules():
-    """Each scheduler class of this torch, made of simple arguments."""
+    """A scheduler of each class of this torch, made with simple arguments."""
     kinds = torch.optim.lr_scheduler
     two = [lambda o: kinds.ConstantLR(o, total_iters=2), lambda o: kinds.ExponentialLR(o, 0.9)]
     return {
@@ -391,7 +391,7 @@ def test_numpy_dtype(name, trip):
 @pytest.mark.parametrize("name", [n for n in NUMPY if n[0] != ">" and n not in "qQ"])
 def test_numpy_scalar(name, trip):
     value = np.arange(3).astype(np.dtype(name))[2] if name != "?" else np.bool_(True)
-    state = {"v": [value]} if name == "<m8" else {"v": value, value: [value]}  # a generic time has no hash
+    state = {"v": [value]} if name == "<m8" else {"v": value, value: [value]}  # a time without a unit has no hash
     assert same(trip(state), state)
 
 
@@ -645,7 +645,7 @@ def test_many_small_tensors_take_less_than_safetensors(tmp_path):
     from safetensors.torch import load_file, save_file
 
     def seconds(call):
-        # Of the processor, which others may want too: all threads of both.
+        # CPU time of all threads, because other processes may use the CPU, too.
         began = time.process_time()
         call()
         return time.process_time() - began
@@ -722,7 +722,7 @@ def test_wrapper_subclass_through_its_own_protocol(registry, trip):
 
 
 def test_a_type_that_was_refused_can_be_registered_after_all(registry, trip):
-    """The message's advice must work in the same process, in a notebook, too."""
+    """The error's advice must work in the same process, even in a notebook."""
 
     class Late:
         def __init__(self, values):

@@ -1,5 +1,5 @@
-"""Parts of the making of structures: tokens made to harm, each CorruptCheckpointError, soon and in bounded memory, and
-types and tensors as no interpreter here has them.
+"""Internals of decoding: harmful tokens, which raise CorruptCheckpointError soon and in bounded memory, and
+types and tensors that no interpreter here has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STORED = [
 
 
 def decode(source, stored=STORED, reader=None):
-    """The steps of load for a structure, without the reading."""
+    """Decode a structure as a load does, without reading a file."""
     tokens = parse(source if isinstance(source, str) else json.dumps(source))
     check = Validator(stored)
     unflatten(tokens, check)
@@ -287,7 +287,7 @@ def test_an_unread_tensor_is_not_allocated():
 
 @pytest.mark.filterwarnings("ignore")
 def test_mutated_tokens(tmp_path):
-    """Any change of a good structure gives a state or an error of fastckpt."""
+    """A change of a valid structure gives a state or an error of fastckpt."""
     import datetime as dt
 
     state = {
@@ -332,7 +332,7 @@ class Default(collections.defaultdict):
 
 
 def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
-    """Like ``defaultdict`` from Python 3.12 on."""
+    """From Python 3.12 on, ``defaultdict`` is such a type."""
     monkeypatch.setattr(structural, "_HEAP", collections.defaultdict.__flags__)
     fastckpt.save(Default(list, a=[1]), tmp_path / "c")
     assert fastckpt.load(tmp_path / "c", registry=Registry(Default)).default_factory is list
@@ -345,7 +345,7 @@ KINDS = [
 
 
 def test_fill_in_pieces_for_ordinary_tensors(monkeypatch, trip):
-    """The path of tensors on other devices, forced for contiguous ones."""
+    """Contiguous CPU tensors take the code path for tensors on other devices."""
     from fastckpt._tensors import torch as _torch
 
     describe = _torch._describe_other
@@ -376,7 +376,7 @@ def test_what_is_part_of_the_structure_is_never_registered(registry):
 
 
 def test_slices_are_too_deep_for_keys_where_tuples_are():
-    """They can be keys since Python 3.12."""
+    """Slices can be keys since Python 3.12."""
     cut = None
     for _ in range(101):
         cut = slice(cut)

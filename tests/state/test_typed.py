@@ -1,4 +1,4 @@
-"""Values of classes, saved by their kind, and restored."""
+"""Values of users' classes: they are saved by their kind, and restored."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Dict(dict):
     kind = "class level"
 
     def __init__(self):
-        raise AssertionError("it is put together without this")
+        raise AssertionError("a load must not call __init__")
 
     def __getitem__(self, key):
         raise AssertionError("it is taken apart without this")
@@ -154,7 +154,7 @@ class Options(argparse.Namespace):
 
 
 class Attribute(dict):
-    """A dict whose keys are its attributes, a common pattern."""
+    """A dict whose keys are also its attributes, which is common."""
 
     def __init__(self, **items):
         super().__init__(**items)
@@ -162,7 +162,7 @@ class Attribute(dict):
 
 
 class Sorted(dict):
-    """A dict that shows itself in another order, and with other values."""
+    """A dict whose methods show its items in another order, and with other values."""
 
     def __iter__(self):
         return iter(sorted(dict.keys(self)))
@@ -188,7 +188,7 @@ class Named(enum.Enum):
 
 
 def bare(cls, *args):
-    """An instance that no ``__init__`` made."""
+    """An instance made without ``__init__``."""
     made = cls.__new__(cls)
     dict.update(made, *args)
     return made
@@ -235,7 +235,7 @@ STRUCTURAL = {
 
 
 def shown(value):
-    """A value as text: its class, its built-in value, its attributes."""
+    """A value as text, with its class, its built-in value, and its attributes."""
     own = getattr(value, "__dict__", None)
     attributes = "itself" if own is value else {} if isinstance(value, (enum.Enum, Generic)) else own
     notes = [getattr(value, name, None) for name in ("note", "unset", "maxlen", "default_factory")]
@@ -264,7 +264,7 @@ def test_what_explains_itself_is_saved_unasked_and_comes_back_where_it_is_declar
 
 
 def test_classes_are_tried_beside_keys_that_are_dtypes(tmp_path):
-    """Mutant: they are tried as for numpy, which has no such dtype, and whose name is the other key."""
+    """Mutant: classes are tried with keys decoded for numpy, so that ``torch.float32`` becomes the key "float32"."""
     state = {"at": Colour.RED, "by": {torch.float32: 1, "float32": 2, "torch.float32": 3}}
     fastckpt.save(state, tmp_path / "c")
     into = {"at": Colour.BLUE, "by": dict.fromkeys(state["by"], 0)}
@@ -424,9 +424,9 @@ def test_configurations_are_plain_where_they_are_not_declared(tmp_path, monkeypa
 
 
 def test_configurations_are_no_keys(tmp_path, monkeypatch):
-    """They come back as dicts and lists."""
+    """A configuration comes back as a dict or list, which cannot be a key."""
     omegaconf = needs.package("omegaconf")
-    # As it has been in some versions.
+    # Some versions of ListConfig have a hash.
     monkeypatch.setattr(omegaconf.ListConfig, "__hash__", lambda _: 1)
     config = omegaconf.OmegaConf.create([1])
     for state in ({config: 1}, {config}, {("x", config): 1}, frozenset({(1, config)})):
@@ -465,7 +465,7 @@ def test_objects_with_a_state_are_stored_as_that(tmp_path):
     assert one.bytes == other.bytes
     found = [fastckpt.open(tmp_path / name)._reader.structure() for name in "ab"]
     assert found[0] == found[1]
-    # The model is found by its key, and has files of its own.
+    # The model is found by its key, and has its own files.
     assert list(fastckpt.open(tmp_path / "a").shards) == ["model.safetensors", "training/training.safetensors"]
     with pytest.raises(UnsupportedTypeError, match=r"type builtins\.type is not supported"):
         fastckpt.save({"class": torch.nn.Linear}, tmp_path / "c")
@@ -502,7 +502,7 @@ def test_a_state_dict_that_gives_no_state_is_refused(tmp_path):
 def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
     fastckpt.save({"at": Point(1, torch.ones(2))}, tmp_path / "c")
     assert list(fastckpt.open(tmp_path / "c")) == ["at.w"]
-    # The state itself may be one: its model is found.
+    # The state itself may be a dataclass, in which the model is found, too.
     state = Frozen(a={"w": torch.ones(2)}, b=torch.ones(1))
     fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(model_key="a"))
     assert list(fastckpt.open(tmp_path / "c")) == ["a.w", "b"]
@@ -714,7 +714,7 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
 
 @pytest.mark.parametrize("way", ["save", "save_async", "Manager"])
 def test_a_warning_that_is_an_error_ends_a_save_before_anything_is_written(tmp_path, way):
-    """The next one, without news, is saved."""
+    """The next save, which has nothing new to warn about, succeeds."""
     kind = dataclasses.make_dataclass(f"Undeclared{way}", ["n"], namespace={"__module__": "elsewhere"})
     state, path = {"w": torch.ones(2), "it": kind(1)}, tmp_path / "step-00000001"
     manager = fastckpt.Manager(tmp_path)
@@ -778,7 +778,7 @@ def test_attributes_that_hide_what_a_class_does_are_refused(tmp_path):
 
 
 def decode(tokens, *classes):
-    """The value that a load makes of tokens without tensors."""
+    """The value that a load makes from tokens without tensors."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "c")
         fastckpt.save(None, path)
@@ -901,7 +901,7 @@ def test_registered_types_take_no_attributes_of_others(registry, tmp_path):
 
 @pytest.mark.parametrize("state", ["a\ud83d\ude00", {"\ud83d\ude00": 1, "\U0001f600": 2}, [{"x": ("\ud83d\ude00",)}]])
 def test_pairs_of_surrogates_are_refused(tmp_path, state):
-    """JSON has no way to tell them from the character that they make."""
+    """JSON cannot distinguish such a pair from the character that it encodes."""
     with pytest.raises(UnsupportedTypeError, match="surrogate pair"):
         fastckpt.save(state, tmp_path / "c")
     fine = ["\ud83d", "\ude00", "\ude00\ud83d", "\U0001f600", {"\udc80": 1}]

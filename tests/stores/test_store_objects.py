@@ -1,4 +1,4 @@
-"""The objects below a URL: in memory, and on a server of S3."""
+"""The objects below a URL, in memory and on an S3 server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_written_is_there(objects):
     assert objects.children() == (["deep"], {"empty": 0, "small": 10})
     assert objects.below("deep").children() == (["er"], {})
     assert objects.sizes() == {"deep/er/large": len(DATA), "empty": 0, "small": 10}
-    # A name with the same beginning is not below.
+    # A URL that only begins with the same characters is not below.
     assert Objects.at("test", objects.url[:-1]).sizes() == {}
     assert objects.size("small") == 10
     assert objects.sum_of("deep/er/large") == crc(DATA)
@@ -101,7 +101,7 @@ def test_only_what_is_whole_becomes_visible(objects, size):
 
 @pytest.fixture(params=[True, False])
 def knows_conditions(request, objects, monkeypatch):
-    """A store with conditional writes, and one that refuses them."""
+    """Stores with conditional writes, and stores that refuse them."""
     if request.param:
         return
     if objects.url.startswith("s3"):
@@ -123,7 +123,7 @@ def knows_conditions(request, objects, monkeypatch):
 
 @pytest.mark.usefixtures("knows_conditions")
 def test_an_object_is_replaced_only_as_it_was_seen(objects):
-    """Mutants: no condition; a store without conditions is not asked first."""
+    """Mutants: the write has no condition; a store without conditions is not checked before the write."""
     objects.replace("x", b"one", crc(b"one"), None)
     assert objects.sum_of("x") == crc(b"one")
     seen = objects.read_version("x", 9)
@@ -151,7 +151,7 @@ def test_memory_is_one_store_for_each_name():
 
 
 def test_s3_is_given_the_sums(s3):
-    """CRC-64/NVME of an object, or of each of its parts, in the form of S3: base64 of eight bytes."""
+    """S3 gets the CRC-64/NVME of an object, or of each of its parts, as the base64 of eight bytes."""
     objects = Objects.at("test", "s3://bucket/a")
     objects.write("small", [DATA[:1000]], 1000, crc(DATA[:1000]))
     objects.write("large", [DATA], len(DATA), crc(DATA))
@@ -161,7 +161,7 @@ def test_s3_is_given_the_sums(s3):
         if method == "PUT"
     ]
     assert sent[0] == _crc64.of(DATA[:1000])
-    # Parts are sent at the same time, and have no order here.
+    # Parts are sent concurrently, in any order.
     assert sorted(sent[1:]) == sorted(_crc64.of(DATA[at : at + PART]) for at in range(0, len(DATA), PART))
     about = s3.client().head_object(Bucket=harness.BUCKET, Key="a/large")
     assert about["Metadata"] == {"fastckpt-crc64": crc(DATA)}
@@ -219,7 +219,7 @@ def test_what_the_store_refuses(s3):
             call()
         assert "a secret" not in str(caught.value)
         assert caught.value.__cause__ is None
-        assert caught.value.__suppress_context__  # which may hold signatures
+        assert caught.value.__suppress_context__  # the hidden context may hold signatures
     assert len(s3.requests) == 6
 
 
@@ -246,12 +246,12 @@ def test_nobody_answers(monkeypatch):
         began = time.monotonic()
         with pytest.raises(OSError, match=url):
             Objects.at("test", "s3://bucket/a").sizes()
-        # The load of the machine does not matter: a client that retries takes minutes.
+        # The limit suits a busy machine, too: a client that retries takes minutes.
         assert time.monotonic() - began < 60
 
 
 def test_the_environment_says_how_to_connect(s3, monkeypatch):
-    """Mutant: options of fastckpt's own, in whose presence the client reads none from the environment."""
+    """Mutant: fastckpt passes options of its own, so that the client ignores the environment."""
     monkeypatch.setenv("AWS_USER_AGENT", "a test")
     Objects.at("test", "s3://bucket/a").sizes()
     assert [headers["user-agent"] for _, _, headers in s3.requests] == ["a test"]
@@ -306,7 +306,7 @@ def _in_child(objects, answers):
         answers.put(str(error))
     else:
         answers.put("it worked")
-    # Without pytest's work at the end of a process.
+    # Skip pytest's work at the end of a process.
     answers.close()
     answers.join_thread()
     os._exit(0)
@@ -314,7 +314,7 @@ def _in_child(objects, answers):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told(objects):
-    """The child does not have the client's threads, and would wait forever."""
+    """A forked child lacks the client's threads, and would wait forever without the error."""
     objects.sizes()
     context = multiprocessing.get_context("fork")
     answers = context.Queue()

@@ -59,7 +59,7 @@ def objects_at(url):
 
 
 def changed(url, name, change):
-    """Change the content of an object, and keep the old note."""
+    """Change the content of an object, and write it without a checksum."""
     objects = objects_at(url)
     content = bytearray(objects.read_all(name, 1 << 30))
     change(content)
@@ -93,7 +93,7 @@ def test_all_that_a_load_can_do(url, saved, monkeypatch):
     with pytest.raises(OSError, match=r'direct I/O.*over the network.*use io="auto"') as caught:
         fastckpt.load(url, io="direct")
     assert caught.value.errno == errno.EINVAL
-    monkeypatch.setenv("FASTCKPT_IO", "direct")  # which is for disks
+    monkeypatch.setenv("FASTCKPT_IO", "direct")  # the variable is for disks
     assert fastckpt.verify(url).ok
 
 
@@ -119,7 +119,7 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
 
     monkeypatch.setattr(Objects, "read", noted)
     fastckpt.load(url, io=fastckpt.IO(verify=False))
-    # More than a block of the format in one request, and no more than the largest request.
+    # A request may get more than a block of the format, but no more than the largest request.
     assert 4 << 20 < max(length for _, length in asked) <= PART
     total = sum(length for _, length in asked)
     assert len(asked) <= total // PART + 3 * len(shards_of(url))
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, saved, tmp_path, mo
 
 @pytest.fixture
 def answer(monkeypatch):
-    """Has a function answer all reads of tensors in place of the store, except headers."""
+    """Makes a function answer all reads of tensors, except those of headers, in place of the store."""
     read = Objects.read
 
     def set_to(function):
@@ -288,14 +288,14 @@ def test_an_object_that_is_gone_since_it_was_listed_is_missing(url, answer):
 
 
 def test_a_load_can_be_interrupted(url, answer):
-    """The load ends with the requests under way."""
+    """An interrupted load ends when the requests in flight have ended."""
     answered, asked = threading.Event(), []
 
     class RungError(Exception):
         pass
 
     def ring(*_):
-        # The worker would take one more before the signal is seen.
+        # Otherwise the worker would begin another request before the load notices the signal.
         threading.Timer(0.5, answered.set).start()
         raise RungError
 
@@ -317,7 +317,7 @@ def test_a_load_can_be_interrupted(url, answer):
 
 
 def test_what_a_signal_raises_is_not_lost(url, monkeypatch):
-    """A handler may run wherever the core calls Python, even for the name of a file, where it cannot raise."""
+    """A handler may run wherever the core calls Python, even when it only gets a file's name, and cannot raise."""
     rung = []
 
     def ring(_, name):
@@ -374,7 +374,7 @@ def test_removal(run, url, monkeypatch):
     ("beside", "stays"), [("notes.txt", ["notes.txt"]), ("__0_0.distcp", [".metadata", "__0_0.distcp"])]
 )
 def test_torchs_file_goes_unless_it_lists_files_of_torchs_own_writer(url, beside, stays):
-    """Mutants: it always stays; it is always removed; the one in the folder of the save stays."""
+    """Mutants: ``.metadata`` always stays; it is always removed; that in the folder of the save stays."""
     for name in (".metadata", "0123456789abcdef/.metadata", beside):
         objects_at(url).write(name, [b"1"], 1, None)
     assert sorted(checkpoints.remove(url, force=False, leave=True)) == stays
@@ -385,7 +385,7 @@ def test_a_removal_that_was_killed_is_finished_and_nothing_else_is_taken_for_one
     objects_at(url).remove(["fastckpt.json"])
     fastckpt.remove(url)
     assert objects_at(run).sizes() == {}
-    # A foreign model may also have these names.
+    # A model of another program may have these names, too.
     objects_at(f"{run}/model").write("model.safetensors", [b"1"], 1, None)
     objects_at(f"{run}/deep").write("model.safetensors", [b"1"], 1, "0" * 16)
     objects_at(f"{run}/deep").write("x/model.safetensors", [b"1"], 1, "0" * 16)

@@ -1,4 +1,4 @@
-"""bitsandbytes on the CPU: states of its optimizers and quantised layers are plain tensors and texts."""
+"""bitsandbytes on the CPU: the states of its optimizers and quantised layers are plain tensors and strings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 @pytest.fixture(scope="module")
 def bitsandbytes():
-    """Imported by the one process that runs these tests, and not by all that collect them: it takes four seconds."""
+    """The module, whose import takes four seconds: only the process that runs these tests imports it."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Checksums made by operations of torch are those of the core, bit by bit."""
+"""Checksums computed by torch's operations equal those of the core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastckpt import _core
 from fastckpt._tensors import device_sums
 
 MIB = 1 << 20
-#: Those around a row of bytes, and around 32 rows, 32 times 32, and so on.
+#: Lengths around the size of a row of bytes, of 32 rows, and of 32 times 32 rows.
 EDGES = [1, 2, 8, 255, 256, 257, 511, 8191, 8192, 8193, 8192 * 32 - 1, 8192 * 32, 8192 * 32 + 1]
 
 
@@ -33,7 +33,7 @@ def summed(data):
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=["single", "half"])
 def number(request, monkeypatch):
-    """Half precision, in which devices multiply, is exact too; the processor can do it, slowly."""
+    """The dtype of the sums: half precision, which devices use, is exact, too; the CPU supports it slowly."""
     monkeypatch.setattr(device_sums, "_number", lambda *_: request.param)
     monkeypatch.setattr(device_sums, "_matrices", {})
 
@@ -52,19 +52,19 @@ def test_lengths_and_alignments(core_sums):
 
 @pytest.mark.usefixtures("number")
 def test_bytes_that_are_all_alike(core_sums):
-    """All bits set make the largest counts."""
+    """With all bits set, the counts are largest."""
     chunks = [np.full(length, value, np.uint8) for length in (256, 8192, MIB) for value in (0, 1, 128, 255)]
     assert [summed(chunk) for chunk in chunks] == core_sums(chunks)
 
 
 def test_every_bit_counts(core_sums):
-    """In each place of a row, alone."""
+    """Rows with a single bit, in each place of a row, have the right sums."""
     rows = np.packbits(np.eye(2048, dtype=np.uint8), axis=1, bitorder="little")
     assert [summed(row) for row in rows] == core_sums(list(rows))
 
 
 def test_several_stretches_in_several_steps(core_sums, monkeypatch):
-    """The last of either is shorter."""
+    """The last stretch and the last step are shorter than the others."""
     monkeypatch.setattr(device_sums, "STEP", MIB)
     monkeypatch.setattr(device_sums, "_STRETCH", 3 * MIB)
     data = np.random.default_rng(4).integers(0, 256, 8 * MIB + 5, np.uint8)
@@ -72,7 +72,7 @@ def test_several_stretches_in_several_steps(core_sums, monkeypatch):
 
 
 def test_the_callers_autocast_changes_nothing(core_sums):
-    """It would multiply in bfloat16, which has no room for the counts."""
+    """Autocast would multiply in bfloat16, which cannot represent the counts."""
     data = np.random.default_rng(5).integers(0, 256, 8192, np.uint8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = summed(data)

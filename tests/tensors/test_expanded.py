@@ -1,4 +1,4 @@
-"""Tensors and arrays that repeat a base: only the base is stored, and comes back repeated."""
+"""Tensors and arrays that repeat a base: only the base is stored, and a load repeats it again."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def expanded():
 
 
 def restructure(path, tokens):
-    """Put ``tokens`` in the place of the only value of the state."""
+    """Replace the only value of the state by ``tokens``."""
     body = manifest.body_of(path)
     body["structure"][2:] = tokens
     manifest.forge(path, body)
 
 
 def repeats(value):
-    """The dimensions with stride 0."""
+    """The dimensions of stride 0, along which a tensor repeats its base."""
     return [
         step == 0 and value.numel() > 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
     ]
@@ -97,7 +97,7 @@ def test_expansions_of_one_base_are_tied(tmp_path):
     assert loaded["wide"].data_ptr() == loaded["base"].data_ptr() == loaded["narrow"].data_ptr()
     assert loaded["strided"].data_ptr() == loaded["strided wide"].data_ptr()
     assert np.shares_memory(loaded["other"], loaded["other wide"])
-    # Every position has its own name.
+    # Every place in the state has its own name.
     assert list(fastckpt.load(tmp_path / "c", keys="narrow")) == ["narrow"]
     assert list(fastckpt.load(tmp_path / "c", keys="*wide")) == ["wide", "strided wide", "other wide"]
 

@@ -1,4 +1,4 @@
-"""Random generators of numpy and torch continue with the same numbers, and no file makes them read out of bounds."""
+"""Random generators of numpy and torch continue with the same numbers; no file makes them read out of bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def used(kind):
-    """A generator in use: with half a number stored, and with children."""
+    """A generator in use, which keeps half a number and has made child generators."""
     generator = np.random.Generator(getattr(np.random, kind)(7))
     generator.random(5)
     generator.random(1, np.float32)
@@ -74,7 +74,7 @@ def test_the_state_is_that_at_the_call(tmp_path):
 
 
 def patched(path, value, change):
-    """Save ``value``, let ``change`` have the tokens of it as one flat list."""
+    """Save ``value``, and let ``change`` edit its tokens, as one flat list."""
     fastckpt.save(value, path)
     body = manifest.body_of(path)
     change(body["structure"])
@@ -82,7 +82,7 @@ def patched(path, value, change):
 
 
 def after(tokens, name, value, which=0):
-    """Put ``value`` behind the key ``name``."""
+    """Replace the token after the key ``name`` by ``value``."""
     places = [at for at, token in enumerate(tokens) if token == name]
     tokens[places[which] + 1] = value
 
@@ -137,7 +137,7 @@ def test_hostile_arrays_in_states(tmp_path, kind, instead):
 def test_hostile_normal_numbers(tmp_path, value):
     legacy = np.random.RandomState(1)
     patched(tmp_path / "c", legacy, lambda tokens: after(tokens, "gauss", value))
-    if isinstance(value, list):  # a number like any other
+    if isinstance(value, list):  # NaN is a number, too
         assert np.isnan(fastckpt.load(tmp_path / "c").get_state()[4])
         return
     with pytest.raises(CorruptCheckpointError):

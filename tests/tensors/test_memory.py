@@ -1,4 +1,4 @@
-"""A save needs little memory beyond the state, and so does a load."""
+"""Saves and loads need little memory beyond the state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if operation == "load":
     state = None
 if operation == "into":
     state["w"][:] = 0
-# The peak from here on: making the state took more.
+# Reset the peak, because making the state took more memory.
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS:")
 if operation == "save":
@@ -54,7 +54,7 @@ print(json.dumps([grown, state["w"].nbytes]))
 @pytest.mark.parametrize("io", ["uring", "threads", "buffered"])
 @pytest.mark.parametrize(("operation", "beyond"), [("save", 128), ("load", 256 + 64), ("into", 64)])
 def test_memory_beyond_the_state(tmp_path, operation, beyond, io):
-    """256 MiB, in MiB: a load needs its tensors' memory, ``into=`` not even that."""
+    """For 256 MiB, a load needs only the memory of its tensors, and a load with ``into=`` not even that."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), operation, io]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -73,22 +73,22 @@ def resident() -> int:
 
 
 def buffers(count: int, nbytes: int) -> list[np.ndarray]:
-    """Memory for tensors that lie one after another in a file, at torch's usual residue."""
+    """Memory for tensors that follow each other in a file, at the residue that torch's memory usually has."""
     return [_memory.buffer(nbytes, 64 + number * nbytes, 2) for number in range(count)]
 
 
 @pytest.mark.parametrize("nbytes", [4 * MIB, 6_300_000, 31 * MIB])
 def test_tensors_share_mappings(nbytes):
-    """A process may have 65,530 of them, and a model more tensors than that. Nothing is touched here."""
+    """A process may have 65,530 mappings, fewer than a model may have tensors. The test touches no pages."""
     if Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2":
         needs.missing("address space beyond the memory (vm.overcommit_memory is 2)")
     count = 3000
     before = mappings()
     kept = buffers(count, nbytes)
-    # One for each 256 MiB less what one more tensor may need, where they are not neighbours; and some for malloc.
+    # Each mapping has 256 MiB, less than one tensor of which may be unused; malloc may add a few mappings.
     assert mappings() - before <= count * nbytes / (224 * MIB) + 50
     assert {array.ctypes.data % 4096 for array in kept} == {(64 + i * nbytes) % 4096 for i in range(count)}
-    # No byte belongs to two.
+    # No byte belongs to two tensors.
     places = sorted((array.ctypes.data, array.nbytes) for array in kept)
     assert all(left + size <= right for (left, size), (right, _) in itertools.pairwise(places))
     del kept
@@ -104,7 +104,7 @@ def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
         array[:] = number % 251
     whole = resident() - before
     assert whole >= count * nbytes * 0.95
-    # Every second one: each is between two that stay.
+    # Every second tensor dies, so each one is between two that stay.
     del kept[1::2], array
     assert resident() - before <= whole * 0.55
     assert all((array == 2 * number % 251).all() for number, array in enumerate(kept))
@@ -115,7 +115,7 @@ def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
 
 @pytest.mark.parametrize("granule", [16 << 10, 64 << 10])
 def test_a_tensor_that_dies_takes_no_byte_of_its_neighbours(granule, monkeypatch):
-    """With a kernel of larger pages, which refuses a start within a page, and drops whole pages."""
+    """A kernel with larger pages refuses ranges that start within a page, and drops whole pages."""
     dropped = []
 
     class Kernel(mmap.mmap):
@@ -123,7 +123,7 @@ def test_a_tensor_that_dies_takes_no_byte_of_its_neighbours(granule, monkeypatch
             length = len(self) - start if length is None else length
             if advice == mmap.MADV_DONTNEED:
                 address = _memory.address_of(np.frombuffer(self, np.uint8)) + start
-                # The mapping itself may begin within a page that large: this kernel's are smaller.
+                # The mapping itself may begin within a page of that size, because this kernel's pages are smaller.
                 if address % granule:
                     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
                 dropped.append((address, address + length))
@@ -205,7 +205,7 @@ def locked(program: str) -> None:
 
 @pytest.mark.parametrize("onfault", ["", " | ONFAULT"])
 def test_a_process_whose_memory_is_locked_has_no_arena(onfault):
-    """An arena would be resident at once, all 256 MiB of it."""
+    """With locked memory, an arena of 256 MiB would be resident at once."""
     locked(
         f"""
 lock(FUTURE{onfault})
@@ -237,7 +237,7 @@ assert (kept[0] == 1).all()
 
 
 def limited(path: Path, program: str) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` with no more address space than another 200 MiB from where it says ``limit()``."""
+    """Run ``program``, in which a call of ``limit()`` leaves it 200 MiB of additional address space."""
     prelude = f"""
 import errno, mmap, resource, sys
 import numpy as np, fastckpt
@@ -293,7 +293,7 @@ except OSError as error:
 
 
 def test_what_is_empty_may_have_no_address():
-    """Empty tensors have none, and numpy before 2 takes no null pointer."""
+    """Empty tensors have no address, and numpy before 2 accepts no null pointer."""
     assert _memory.at(0, 0).shape == (0,)
     nothing = _memory.laid_out(0, (0, 3), (12, 4), 4)
     assert (nothing.shape, nothing.itemsize) == ((0, 3), 4)

@@ -1,4 +1,4 @@
-"""The movers of ranges of many tensors: their calls of devices, and the leftovers of a failure."""
+"""Movers of ranges of many tensors: their requests to devices, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def clean():
 
 
 def host(nbytes):
-    """Memory, with what writes beyond the end would change."""
+    """Memory with guard bytes that a write beyond its end would change."""
     return np.full(nbytes + 8, 0xEE, np.uint8)
 
 
 def packed(tensors, out, gap=0):
-    """Ranges that lay tensors out one behind the other."""
+    """Ranges that place tensors one after another in ``out``."""
     ranges, at = [], 0
     for index, tensor in enumerate(tensors):
         ranges.append((index, 0, out.ctypes.data + at, tensor.nbytes))
@@ -73,7 +73,7 @@ def test_thousands_of_small_tensors_are_one_copy_with_one_event():
     out = host(value.nbytes)
     faults.reset()
     asked = sources(parts)
-    assert faults.events == 1, "one for the caller's stream, however many tensors"
+    assert faults.events == 1, "one event for the caller's stream, for any number of tensors"
     asked.fill(packed(parts, out))
     assert counted() == (1, 2, 1)
     assert out[:-8].tobytes() == value.numpy().tobytes()
@@ -82,7 +82,7 @@ def test_thousands_of_small_tensors_are_one_copy_with_one_event():
     faults.reset()
     sinks(target.split(10)).drain(packed(parts, out))
     assert counted() == (1, 2, 1)
-    assert faults.kernels <= 3, "a copy, and one kernel that spreads"
+    assert faults.kernels <= 3, "a copy, and one kernel that scatters it"
     assert torch.equal(standin.on_host(target), value)
 
 
@@ -167,7 +167,7 @@ def test_views_and_cut_elements_to_the_byte(view, strided, dtype):
     for one in reversed(ranges):
         asked.drain([one])
     assert standin.on_host(target).view(torch.uint8).numpy().tobytes() == value.view(torch.uint8).numpy().tobytes()
-    assert out.tobytes() == before, "the caller's bytes are not changed"
+    assert out.tobytes() == before, "the load does not change the caller's bytes"
 
 
 def test_strided_tensors_are_gathered_and_spread_like_others():
@@ -175,7 +175,7 @@ def test_strided_tensors_are_gathered_and_spread_like_others():
     on = [base.to(DEVICE) for base in bases]
 
     def viewed(tensors):
-        # The first leaves the others where no element is aligned.
+        # The first tensor's size leaves no element of the others aligned.
         return [tensors[3].view(torch.uint8)[1:, ::3], tensors[0].t(), tensors[1][::2, 1:], tensors[2][:, 3]]
 
     views, expected = viewed(on), viewed(bases)
@@ -194,11 +194,11 @@ def test_strided_tensors_are_gathered_and_spread_like_others():
 
 
 def test_several_devices_and_the_callers_own_streams():
-    """Each device's current stream of the calling thread is waited for, and no other thread's."""
+    """A copy waits for the calling thread's current stream of each device, and for no other thread's streams."""
     module = torch.get_device_module(DEVICE)
     tensors = [torch.zeros(1000, device=device) for device in (DEVICE, OTHER, DEVICE)]
     for device in (DEVICE, OTHER):
-        module.synchronize(device)  # the zeros are made in another stream than the values
+        module.synchronize(device)  # zeros and values are written in different streams
     out, go_on = host(12_000), threading.Event()
     with module.stream(module.Stream(DEVICE)), module.stream(module.Stream(OTHER)):
         for number, tensor in enumerate(tensors):
@@ -357,7 +357,7 @@ def test_copies_that_were_asked_for_have_ended_when_the_next_is_refused():
     with pytest.raises(RuntimeError, match="standin: out of memory"):
         asked.enqueue(packed(tensors, out, gap=8))
     assert out[:8000].view(np.int64).tolist() == list(range(1000))
-    assert _device._free[DEVICE] == [], "its stream is not used again"
+    assert _device._free[DEVICE] == [], "the failed stream is not used again"
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -372,7 +372,7 @@ def test_the_error_of_a_copy_is_raised_by_each_wait(number):
         with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
             copies.wait()
     good = 8000 * (2 - number)
-    assert out[good : good + 8000].view(np.int64).tolist() == list(range(1000)), "the other device's"
+    assert out[good : good + 8000].view(np.int64).tolist() == list(range(1000)), "the other device's values"
     assert sum(map(len, _device._free.values())) == 1, "a stream in which something failed is not used again"
 
 
@@ -388,7 +388,7 @@ def test_streams_are_used_again():
 
 
 def test_an_interrupt_does_not_end_the_wait_for_copies(monkeypatch):
-    """They write to memory that the caller will use."""
+    """Copies write to memory that the caller will use, so an interrupt must not end the wait."""
     value = torch.arange(1000, device=DEVICE).conj()
     out = host(value.nbytes)
     interrupts = [KeyboardInterrupt()]
@@ -410,7 +410,7 @@ def test_an_interrupt_does_not_end_the_wait_for_copies(monkeypatch):
 
 
 def test_several_threads_may_wait_for_the_same_copies():
-    """Signs are changed once, and before any of them goes on."""
+    """The copies flip signs only once, before any thread continues."""
     value = torch.full((200_000,), 1 - 1j, dtype=torch.complex64)
     on = value.to(DEVICE).conj()
     out = host(value.nbytes)
@@ -463,7 +463,7 @@ def test_copies_wait_for_memory_to_be_registered_and_are_cut_where_that_ends():
     worker = threading.Thread(target=asked.fill, args=([(0, 0, out.ctypes.data, value.nbytes)],))
     worker.start()
     worker.join(0.2)
-    assert (worker.is_alive(), faults.transfers) == (True, 0), "it waits for memory that is being pinned"
+    assert (worker.is_alive(), faults.transfers) == (True, 0), "the copy waits until its memory is pinned"
     go_on.set()
     worker.join()
     assert faults.transfers == 3
@@ -517,7 +517,7 @@ def test_inference_tensors_are_filled_by_threads_that_are_in_no_such_mode(stride
         asked = sinks(targets)
     for number in (1, 2):
         values = torch.full((40,), float(number))
-        # One alone, and both together.
+        # Fill one tensor alone, and then both together.
         for ranges in (packed(targets, values.numpy())[:1], packed(targets, values.numpy())):
             asked.drain(ranges)
         assert all((standin.on_host(target) == number).all() for target in targets)

@@ -60,7 +60,7 @@ def test_tensors_that_are_jagged_alike_stay_so(trip):
     first = torch.nested.nested_tensor(apart(2, 4), layout=torch.jagged)
     state = {"a": first, "b": first * 2}
     loaded = trip(state)
-    # torch adds them only where their offsets are one tensor.
+    # torch can add them only if they share one tensor of offsets.
     assert alike(loaded["a"] + loaded["b"], state["a"] + state["b"])
 
 

@@ -22,11 +22,11 @@ BASE = 1 << 40
 
 
 class Cudart:
-    """The pinning calls of CUDA's runtime: each thread has a last error, kept until that thread reads it."""
+    """The pinning calls of CUDA's runtime. Each thread has a last error, which stays until that thread reads it."""
 
     def __init__(self):
         self.status = 0
-        #: Statuses by address, instead.
+        #: Statuses for certain addresses, which replace `status`.
         self.refused = {}
         self.calls = []
         self.ranges = {}
@@ -56,7 +56,7 @@ class Cudart:
         return f"what {status} means"
 
     def launch(self):
-        """The check after every kernel."""
+        """Check for errors, as after every kernel."""
         error, self.last.error = getattr(self.last, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -66,7 +66,7 @@ class Cudart:
 
 
 class Torch:
-    """torch with that runtime. A call in another thread must come with its device selected."""
+    """A stand-in for torch with this runtime. A thread must select the device before it makes calls."""
 
     def __init__(self, cudart):
         self.runtime = cudart
@@ -177,7 +177,7 @@ def test_after_a_refusal_the_rest_is_not_tried_and_no_error_is_left_behind(at):
     assert cudart.names() == ["register"] * (at + 1)
     assert registration.pinned == pinned._known.nbytes == at * PIECE
     assert "CUDA refused (error 2: what 2 means; a smaller IO(pin=)" in registration.problem
-    # The target of a copy must be pinned completely or not at all.
+    # The target of a copy must be entirely pinned or not pinned at all.
     assert cuts(BASE, 3 * PIECE)[:at] == [(number * PIECE, PIECE) for number in range(at)]
     cudart.launch()
     registration.close()
@@ -229,7 +229,7 @@ def test_a_cap_that_is_less_than_the_memory_cuts_at_a_page(limit, expected):
         assert "IO(pin=) allows no more" in registration.problem
     else:
         assert registration.problem is None
-    # No copy crosses the end of pinned memory.
+    # No copy crosses the end of the pinned memory.
     assert cuts(BASE, 3 * PIECE)[-1] == (sum(expected), 3 * PIECE - sum(expected))
     registration.close()
 
@@ -324,7 +324,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_nothing_pinned(begun, monke
 
 @pytest.mark.parametrize("at", ["start", "started", "wait", "call"])
 def test_memory_is_unpinned_despite_an_interrupt(at, monkeypatch):
-    """Otherwise it would be unmapped while it is registered with CUDA."""
+    """Memory must not be unmapped while it is registered with CUDA."""
     cudart = Cudart()
     registration = register(cudart)
     registration.wait()
@@ -393,10 +393,10 @@ def test_a_forked_child_knows_of_nothing():
     go_on = threading.Event()
     slow.before = lambda name, _: name == "register" and go_on.wait(60)
     on_its_way = register(slow, address=BASE + 100 * PIECE)
-    with pinned._known.lock:  # held when the child comes to be
+    with pinned._known.lock:  # the lock is held when the child is forked
         child = os.fork()
         if not child:
-            # No pytest here: the status shows the result.
+            # pytest must not run in the child: its exit status shows the result.
             try:
                 pinned.wait(BASE, 200 * PIECE)
                 fine = list(pinned.split(BASE, 200 * PIECE)) == [(BASE, 200 * PIECE)]
@@ -437,7 +437,7 @@ print("end", flush=True)
 
 
 def test_what_a_signal_handler_registers_meanwhile_is_known():
-    """A saving signal handler may come while the index is being made."""
+    """A signal handler that saves may run while the index is being built."""
     inner = SimpleNamespace(pieces=[pinned._Piece(BASE, BASE + PAGE)])
 
     class Interrupted:
@@ -458,7 +458,7 @@ def test_what_a_signal_handler_registers_meanwhile_is_known():
 
 
 class Devices:
-    """Stands for torch in host_memory."""
+    """A stand-in for torch in host_memory."""
 
     def __init__(self, monkeypatch):
         self.cudart = Cudart()
@@ -489,7 +489,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     assert again is memory
     again.pin([CUDA])
     assert devices.cudart.names() == ["register"]
-    # Another limit needs another check.
+    # Another limit needs another registration.
     again.pin([CUDA], PAGE)
     again.registration.wait()
     assert devices.cudart.ranges == {memory.core.address: PAGE}
@@ -497,7 +497,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     assert "IO(pin=) allows no more" in again.problem
     again.give()
     larger = host_memory.take(1 << 22)
-    assert devices.cudart.ranges == {}, "it was too small, and went"
+    assert devices.cudart.ranges == {}, "memory that is too small is freed"
     assert larger.problem is None
     larger.give()
 
@@ -534,13 +534,13 @@ def test_staging_memory_is_given_back_after_a_failure(devices):
         raise ZeroDivisionError
     assert host_memory._free_staging == [memory]
     snapshot = host_memory.take(1000)
-    assert snapshot is not memory, "snapshots have memory of their own"
+    assert snapshot is not memory, "snapshots do not use staging memory"
     snapshot.give()
 
 
 @pytest.mark.parametrize("kind", ["staging", "snapshot"])
 def test_an_operation_that_has_ended_asks_cuda_for_nothing(devices, kind):
-    """A capture of a graph may follow, which a call from any thread would end."""
+    """The program may capture a graph next, and a call of CUDA from any thread would break the capture."""
     asked, go_on = threading.Event(), threading.Event()
 
     def before(*_):
@@ -565,7 +565,7 @@ def test_an_operation_that_has_ended_asks_cuda_for_nothing(devices, kind):
 
 
 def test_memory_that_is_lost_stays_while_it_is_pinned(devices):
-    """Like when a signal handler raises before memory is returned: CUDA still has the pages."""
+    """A signal handler may raise before memory is returned, while CUDA still uses its pages."""
     memory = host_memory.take(1000)
     memory.pin([CUDA])
     memory.registration.wait()

@@ -1,4 +1,4 @@
-"""Arrays whose elements are no plain numbers or texts, and numpy's dtypes as values."""
+"""Arrays whose elements are not plain numbers or strings, and numpy's dtypes as values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(*shape):
 
 
 def alike(left, right):
-    """Equal in type, dtype, shape and every element."""
+    """Whether two values are equal in type, dtype, shape and every element."""
     assert type(left) is type(right)
     assert left.dtype == right.dtype
     assert left.dtype.isalignedstruct == right.dtype.isalignedstruct
@@ -100,7 +100,7 @@ def test_object_arrays(trip):
     }
     loaded = trip(state)
     assert all(alike(loaded[name], value) for name, value in state.items())
-    # Not what is in it: an array without dimensions is easily taken for its element.
+    # An array without dimensions must not come back as its element.
     assert [type(item) for item in loaded["arrays"]] == [np.ndarray, np.ndarray, list]
 
 
@@ -230,7 +230,7 @@ def test_hostile_arrays(tmp_path, parts, kind):
 
 
 def test_the_dtype_of_an_array_says_its_bytes(tmp_path):
-    """Bytes of another size are refused before numpy sees them."""
+    """The load refuses bytes of another size before it passes them to numpy."""
     fastckpt.save({"v": rows(2)}, tmp_path / "c")
     body = manifest.body_of(tmp_path / "c")
     at = body["structure"].index("itemsize")

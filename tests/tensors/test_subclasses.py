@@ -1,4 +1,4 @@
-"""Tensor subclasses: those that name their parts, those with further data, and those that cannot be stored."""
+"""Tensor subclasses that name their parts, that have additional data, or that cannot be stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rows:
 
 
 class Wrapped(torch.Tensor):
-    """A tensor of parts, with the contents of frameworks' contexts."""
+    """A tensor of several parts, with a context such as those in frameworks."""
 
     @staticmethod
     def __new__(cls, data, scale, context):
@@ -115,11 +115,11 @@ def test_into_fills_the_parts_of_a_wrapper(tmp_path):
 
 
 class Image(torch.Tensor):
-    """A tensor with data of its own, as those of torchvision and fastai."""
+    """A tensor with additional data, like those of torchvision and fastai."""
 
 
 class Weight(torch.nn.Parameter):
-    """A Parameter with something to say, as those of inference engines."""
+    """A Parameter with additional attributes, like those of inference engines."""
 
 
 def test_subclasses_with_data_of_their_own(trip):

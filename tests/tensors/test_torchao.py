@@ -1,4 +1,4 @@
-"""torchao's tensors: saved and loaded without a registration in fastckpt, as torchao declares them safe to torch."""
+"""torchao's tensors need no registration in fastckpt, because torchao declares them safe to torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 
 def flat(value):
-    """Every plain tensor in a tensor, by the way to it, and what else its class knows of it."""
+    """All plain tensors within a tensor, by their path, and the other data of its class."""
     if not hasattr(value, "__tensor_flatten__"):
         return {"": value.detach()}
     names, context = value.__tensor_flatten__()
@@ -153,7 +153,7 @@ def test_a_program_needs_to_import_torchao_and_no_more(tmp_path):
 
 
 def test_what_saves_refuse_no_file_may_name(tmp_path):
-    """Importing DTensor declares it safe for torch; no checkpoint of ours holds one."""
+    """The import of DTensor declares it safe for torch, but no checkpoint of fastckpt holds one."""
     from torch.distributed.tensor import DTensor
 
     from harness import manifest

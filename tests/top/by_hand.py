@@ -1,4 +1,4 @@
-"""Processes whose state is set by hand, and looks at them: no clock runs."""
+"""Processes whose state the tests set by hand, and looks at them: no clock runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GB = 10**9
 
 
 class Rank:
-    """One process whose state is set by hand."""
+    """One process whose state a test sets by hand."""
 
     def __init__(self, rank=0, threads=2):
         base = demonstration.DemoSource(lambda: 0.0, lambda: 0.0, 9.0).at(0.0).procs[rank]
@@ -43,20 +43,20 @@ class Rank:
         return self
 
     def of(self, **values):
-        """Another process: values of its header."""
+        """Make it another process, with these values in its header."""
         key = values.pop("key", None) or f"{self.proc.key}-{values.get('pid', '')}"
         self.proc = replace(self.proc, key=key, header=replace(self.proc.header, **values))
         return self
 
     def named(self, label, step=-1):
-        """Its operations under another name."""
+        """Give its operations another label and step."""
         self.proc = replace(
             self.proc, operations=tuple(replace(op, label=label, step=step) for op in self.proc.operations)
         )
         return self
 
     def record(self, start, seconds, label="step-1", step=1, op_id=1, **values):
-        """A record of an ended operation in its history; the epoch is that of `look`."""
+        """Add the record of an ended operation to its history; `start` counts from the epoch of `look`."""
         record = replace(
             demonstration._past(0, 0)[0], op_id=op_id, label=label, step=step, bytes=GB,
             t_start_real_ns=int((1e9 + start) * 1e9), dur_ns=int(seconds * 1e9),
@@ -83,7 +83,7 @@ def look(model, now, *ranks):
 
 
 def joined(rank, number, group=77, waits_for=None, size=3):
-    """A rank that saves with others."""
+    """Make the rank save in a process group with others."""
     waits = 0 if waits_for is None else waits_for + 1
     process = replace(rank.proc.process, group=group, group_rank=number, group_size=size, waits_for=waits)
     rank.proc = replace(rank.proc, process=process)
@@ -91,7 +91,7 @@ def joined(rank, number, group=77, waits_for=None, size=3):
 
 
 def moving(rank, now, rate, wait="disk", share=0.97, *, start=0.0, **values):
-    """Let a rank have moved bytes at a rate since its start, while its threads waited for a share of the time."""
+    """Make a rank have moved bytes at `rate` since `start`, while its threads waited for `share` of the time."""
     elapsed = now - start
     rank.op(int(rate * elapsed), start=start, **({"total": 100 * GB} | values))
     for index in range(rank.count):

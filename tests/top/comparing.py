@@ -1,4 +1,4 @@
-"""Compares the monitor's outputs with the truth: each output is read like its users read it."""
+"""Compares the monitor's outputs with the truth, and reads each output as its users read it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LEVELS = ("info", "warn", "bad")
 
 
 class Comparison:
-    """The differences between some outputs and the truth, each in a line.
+    """The differences between some outputs and the truth, one line each.
 
     Args:
-        truth: What is to be shown.
-        target: Bytes/s per GPU that is asked for.
+        truth: What the outputs should show.
+        target: The required bytes/s per GPU.
     """
 
     def __init__(self, truth, target):
@@ -29,7 +29,7 @@ class Comparison:
 
     def one_of(self, where, shown, wanted):
         if shown not in wanted:
-            self.differences.append(f"{where}: {shown!r} is shown, and none of {wanted!r}")
+            self.differences.append(f"{where}: {shown!r} is shown, not one of {wanted!r}")
 
     def holds(self, where, shown, bounds, slack=0.0):
         if not bounds.holds(shown, slack):
@@ -238,7 +238,7 @@ class Comparison:
     # --- the screen --------------------------------------------------------------------------------------------------
 
     def screens(self, live, history):
-        """Each job's screen, by its name and a pid of it, and the history."""
+        """Compare each job's screen, found by the job's name and one of its pids, and the history."""
         truth, jobs = self.truth, []
         for screen in live:
             name, pid = re.search(r"─ fastckpt-top · \S+ · (\S+?)\((\d+)\)", screen).groups()
@@ -273,6 +273,6 @@ class Comparison:
                 self.same(f"{where} row of {row.process.pid}", shown, row.states)
             else:
                 shown.remove(found)
-        # A process that ended during its watch stays for a while.
+        # A process that ended while the monitor ran stays in the table for a while.
         gone = {one.pid for one in job.processes if not one.alive and not self.truth.again(one)}
         self.same(f"{where} more rows", [row for row in shown if row[0] not in gone or row[1] != "exit"], [])

@@ -47,7 +47,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def producer(place):
-    """Starts processes that pretend to save, and ends them."""
+    """Starts processes that pretend to save, and kills them at the end."""
     children = []
 
     def start(*args, wrap=()):

@@ -1,4 +1,4 @@
-"""Looks of tests: at the demonstration with a manual clock, and at real events."""
+"""How tests look at the demonstration, with a manual clock, and at real events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN = 1_795_262_662.0
 
 
 class Clock:
-    """A clock that is moved by hand."""
+    """A clock that a test moves by hand."""
 
     def __init__(self, now=100.0):
         self.now = now
@@ -25,7 +25,7 @@ class Clock:
 
 
 def end(children):
-    """Kill processes with pipes, and close these."""
+    """Kill processes, and close their pipes."""
     for child in children:
         child.kill()
         child.wait()
@@ -34,14 +34,14 @@ def end(children):
 
 
 def demo(seconds_into=0.0, model=None, sinks=()):
-    """A live session of the demonstration, with a manual clock."""
+    """A manual clock, and a live session of the demonstration with this clock."""
     clock = Clock()
     source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
     return clock, Live(source, model or Model(), list(sinks))
 
 
 def eventually(probe, seconds=60.0):
-    """Poll until `probe` returns something true, and return that."""
+    """Poll until `probe` returns a true value or the seconds have passed, and return the last value."""
     ends = time.monotonic() + seconds
     while True:
         found = probe()

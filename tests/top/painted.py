@@ -1,4 +1,4 @@
-"""Rows and frames made by hand, for the tests of painting."""
+"""Handmade rows and frames for the tests of painting."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The processes of a played history: ranks save on command and report it, and the monitor's command looks at them.
+"""The processes of a played history: ranks that save on command and report, and the monitor's command.
 
-They are forks of one warm process (:mod:`harness.zygote`), which runs these functions as ``top.played:NAME``.
+All are forks of one warm process (:mod:`harness.zygote`), which runs these functions as ``top.played:NAME``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rank(channel, *, environment):
 
 
 def save(path, size, fill, step=None, limit=None, base=None, room=None):
-    """The report of a save of so many bytes; `room` limits the size of files."""
+    """Save `size` bytes, and return the contents of the report; `room` limits the size of files."""
     state = {"weights": np.full(size, fill, np.uint8)}
     metadata = {} if step is None else {"step": step}
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -52,18 +52,18 @@ def save(path, size, fill, step=None, limit=None, base=None, room=None):
 
 
 def moving(report):
-    """Seconds of a save within the time of its counters; the report also has the time around that."""
+    """Seconds of a save during which its counters ran; the report also has the time before and after."""
     return report.phases["write"] + report.phases["fsync"]
 
 
 def written(path):
-    """Bytes of the shards that are a checkpoint's own: the report counts those of tensors, without headers."""
+    """Bytes of the shards that only this checkpoint has: the report counts tensors without headers."""
     found = [file.stat() for file in Path(path).glob("*.safetensors")]
     return sum(file.st_size for file in found if file.st_nlink == 1)
 
 
 def drain(kept, path, remote, size, fill, step, limit):
-    """Save a step of a run, and wait for its copy at the remote, unless it is limited."""
+    """Save a step of a run and, unless `limit` slows the drain, wait for the copy in the remote tier."""
     begun = time.monotonic()
     manager = fastckpt.Manager(path, remote=remote, remote_bandwidth_limit=limit, async_save=False)
     kept.append(manager)
@@ -79,7 +79,7 @@ def drain(kept, path, remote, size, fill, step, limit):
 
 
 def command(channel, *, arguments):
-    """Run the monitor's command; returns its exit status and output."""
+    """Run the monitor's command, and send its exit status and output."""
     from fastckpt_top.cli import main
 
     os.environ.pop("FASTCKPT_TOP_TARGET", None)

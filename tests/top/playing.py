@@ -1,4 +1,4 @@
-"""Plays jobs with real processes, waits for each act, and keeps the events and the processes' reports."""
+"""Plays jobs with real processes, waits for each act, and keeps the events and the reports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from producer import BASES, LAYOUT
 
 MB = 10**6
 SLOW = 20_000
-"""Bytes/s at which a save of megabytes outlasts every look."""
+"""The bytes/s at which a save of megabytes lasts longer than any test looks at it."""
 WRITE, DRAIN = 3, 10
-"""Phases of docs/telemetry.md 5.3."""
+"""Phases from docs/telemetry.md, section 5.3."""
 
 
 @dataclass
 class Part:
-    """One operation of one process, by its report, or a kill in it.
+    """One operation of one process, as the process reports it, or as a kill ends it.
 
     Attributes:
-        process: Whose.
+        process: The process.
         outcome: `running`, `ok`, `died`, or the name of an errno.
         size: Bytes of the state.
-        told: Its report.
+        told: The report's contents.
     """
 
     process: Process
@@ -33,13 +33,13 @@ class Part:
 
     @property
     def planned(self):
-        """Whether its size is known: a process with a file size limit fails before."""
+        """Whether the size is known: a process with a file size limit fails before it plans."""
         return self.outcome in ("ok", "running", "died")
 
 
 @dataclass
 class Operation:
-    """A common operation of a job's ranks; `begun` and `ended` count the events of a history."""
+    """An operation of a job's ranks together; `begun` and `ended` are event numbers of the history."""
 
     job: Job
     kind: str
@@ -70,7 +70,7 @@ class Job:
 
 
 class Process:
-    """A rank, or a process without one."""
+    """A process, with or without a rank."""
 
     def __init__(self, children, place, job, number):
         environment = {"FASTCKPT_TOP_DIR": str(place), "FASTCKPT_JOB": job.name}
@@ -89,7 +89,7 @@ class Process:
         return any(part.outcome == "died" for _, part in self.parts)
 
     def at_work(self, phase):
-        """Wait until an operation of its segment is in a phase."""
+        """Wait until an operation in the process's segment is in a phase."""
         ends = time.monotonic() + 60
         base, stride = BASES["operation"]
         while True:
@@ -98,12 +98,12 @@ class Process:
                 at = (base + slot * stride + LAYOUT["operation"]["phase"][0] for slot in range(7))
                 if any(struct.unpack_from("<I", data, offset)[0] == phase for offset in at):
                     return
-            assert time.monotonic() < ends, f"{self.pid} does not come to phase {phase}"
+            assert time.monotonic() < ends, f"process {self.pid} does not reach phase {phase}"
             time.sleep(0.002)
 
 
 class Play:
-    """Plays jobs, and keeps the events."""
+    """Plays jobs, and records the events."""
 
     def __init__(self, children, place, directory, rng):
         self._children, self._place, self._directory, self.rng = children, place, directory, rng
@@ -115,7 +115,7 @@ class Play:
         return self._count
 
     def job(self, name, world=1):
-        """Another launch."""
+        """Add a job with its own launcher."""
         self.jobs.append(Job(name, 1000 + len(self.jobs), world))
         return self.jobs[-1]
 
@@ -151,7 +151,7 @@ class Play:
         return str(self._directory / str(process.job.launch) / str(process.rank) / label)
 
     def drain(self, job, step, *, held):
-        """The job's process saves a step of its run, which is drained."""
+        """The job's process saves a step of its run and drains it."""
         (process,) = job.living
         size, run = self.rng.randrange(10, 40) * MB, self._directory / str(job.launch)
         self._fill = self._fill % 250 + 1
@@ -167,16 +167,16 @@ class Play:
             process.parts.append((operation, operation.parts[-1]))
 
     def kill(self, process):
-        """SIGKILL; it dies in its current operation, if there is one."""
+        """Kill the process by SIGKILL, within its current operation if there is one."""
         process.child.kill()
         process.alive = False
         for operation, part in process.parts:
             if part.outcome == "running":
-                assert process.child.drain() == [], "it was killed in the operation, and not after it"
+                assert process.child.drain() == [], "the process was killed after the operation, not in it"
                 part.outcome, operation.ended = "died", self.now()
 
     def end(self, job):
-        """Its living processes end in order."""
+        """End the job's living processes normally."""
         for process in job.living:
             process.child.channel.send(None)
             process.child.outcome()

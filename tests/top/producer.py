@@ -1,6 +1,6 @@
 """A producer of segments based only on docs/telemetry.md: it takes each offset from the page's tables.
 
-As a program it saves a checkpoint that does not exist: ``python producer.py DIR --rank 0 --rate 1e9 --total 2e10``.
+Run as a program, it pretends to save a checkpoint: ``python producer.py DIR --rank 0 --rate 1e9 --total 2e10``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Image:
         return struct.unpack_from("<" + CODES[kind], self.data, base + index * stride + offset)[0]
 
     def operation(self, slot=0, **values):
-        """A running save of 10 GB in phase write, begun 2 s ago, but for `values`."""
+        """A save of 10 GB that began 2 s ago and is in phase write, except for `values`."""
         now = time.monotonic_ns()
         self.set("operation", slot, **({
             "seq": 2, "op_id": slot + 1, "kind": 1, "phase": 3, "engine": 1, "flags": 1, "threads": 2, "step": 7,
@@ -108,7 +108,7 @@ class Image:
         self.set("process", 0, hist_head=number + 1)
 
     def write(self, place, name=None):
-        """Put it there as the file of a process that is dead: no lock."""
+        """Write the segment as a dead process leaves it: without a lock."""
         path = Path(place) / (name or f"{os.getpid()}-{start_ticks()}.seg")
         path.write_bytes(self.data)
         path.chmod(0o600)
@@ -116,7 +116,7 @@ class Image:
 
 
 class Published(Image):
-    """A segment that is locked and mapped as in docs/telemetry.md 3, so that it ends with this process."""
+    """A segment, locked and mapped as docs/telemetry.md 3 says, so that it dies with this process."""
 
     def __init__(self, place, **header):
         name = f"{os.getpid()}-{start_ticks()}.seg"
@@ -125,7 +125,7 @@ class Published(Image):
         fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(fd, 0, SIZE)
-        # Python's own mmap would keep a copy of the descriptor, and a forked child the lock with it.
+        # Python's own mmap would keep a copy of the descriptor, and with it a forked child would keep the lock.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
@@ -147,7 +147,7 @@ def boot_id():
 
 
 def save(segment, args):
-    """Count up a save of `args.total` bytes at `args.rate` bytes/s, in blocks, over some threads."""
+    """Count a save of `args.total` bytes at `args.rate` bytes/s, in blocks over `args.threads` threads."""
     block = 1 << 20
     began = time.monotonic_ns()
     segment.set("process", 0, state=1)

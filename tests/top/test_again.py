@@ -22,7 +22,7 @@ from fastckpt_top.views.state import Ui
 from looking import demo, end, eventually, once
 from painted import frame, plain, rank
 
-# Saves slowly, or at once, and ends with its input.
+# Saves at a limited or full rate, and exits when its input is closed.
 SAVER = """
 import sys
 import numpy as np
@@ -36,7 +36,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def saver(place):
-    """Starts processes that save, below a launcher of their own if they are `wrapped`, and ends them."""
+    """Starts processes that save, each below its own launcher if `wrapped`, and kills them at the end."""
     children = []
 
     def start(path, limit=0, *, wrapped=False, **environment):
@@ -52,7 +52,7 @@ def saver(place):
 
 
 def test_ranks_below_shells_of_their_own_are_one_job(saver, place, tmp_path):
-    """Mutant: each has its own launcher, so each is a job."""
+    """Mutant: a rank with its own launcher is its own job."""
     for number in range(3):
         environment = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
         child = saver(tmp_path / str(number) / "step-1", wrapped=True, **environment)
@@ -64,7 +64,7 @@ def test_ranks_below_shells_of_their_own_are_one_job(saver, place, tmp_path):
 
 
 def test_equal_ranks_below_shells_are_apart_and_so_are_those_of_another_time():
-    """The ranks of two jobs of one name are indistinguishable. Mutant: they are mixed."""
+    """Ranks of two jobs with one name cannot be told apart. Mutant: such ranks form one job."""
 
     def jobs(*ranks):
         return sorted(job.ranks for job in look(Model(), 1.0, *ranks).jobs)
@@ -80,7 +80,7 @@ def test_equal_ranks_below_shells_are_apart_and_so_are_those_of_another_time():
 
 
 def test_a_job_that_is_started_again_without_a_rank_has_no_dead_row(saver, place, tmp_path, top):
-    """Mutant: without a rank, a dead process stays beside its replacement."""
+    """Mutant: a dead process without a rank stays beside its replacement."""
     first = saver(tmp_path / "a", 20_000)
     assert eventually(lambda: list(place.glob("*.seg")))
     assert eventually(lambda: [row["state"] for row in once(place)["ranks"]] == ["write"])
@@ -96,7 +96,7 @@ def test_a_job_that_is_started_again_without_a_rank_has_no_dead_row(saver, place
 
 
 def test_who_died_while_another_of_the_name_was_at_work_stays():
-    """It is another program. Mutant: any process of the name is its successor."""
+    """The other process is another program. Mutant: any process of that name is the dead one's successor."""
     dead, other = (Rank(0).of(rank=-1, launch=number, pid=number, real0_ns=int(1e18)) for number in (1, 2))
     look(model := Model(), 1.0, dead.op(GB), other.op(GB))
     dead.proc = replace(dead.proc, alive=False, touched=1e9)
@@ -104,7 +104,7 @@ def test_who_died_while_another_of_the_name_was_at_work_stays():
 
 
 def test_the_numbers_of_jobs_do_not_change_under_the_user():
-    """Mutant: a job has the number of its place, and the job that begins to save comes first."""
+    """Mutant: a job's number is its place in the list, which changes when another job begins to save."""
     ranks = [Rank(0).of(job=name, launch=number, pid=number) for number, name in enumerate("abc", 1)]
     model = look(Model(), 1.0, *ranks)
 
@@ -122,7 +122,7 @@ def test_the_numbers_of_jobs_do_not_change_under_the_user():
 
 
 def test_both_figures_of_an_operation_count_the_rank_that_failed_early():
-    """Like `FSYNC 75 %` beside `0.60/0.60 GB`. Mutant: a rank that never knew its size has none."""
+    """Not `FSYNC 75 %` beside `0.60/0.60 GB`. Mutant: a rank that failed before its plan adds no bytes."""
     ranks = [Rank(0).of(rank=number, pid=number) for number in range(4)]
     for number, one in enumerate(ranks):
         one.op(0 if number == 3 else GB, Phase.FAILED if number == 3 else Phase.FSYNC, total=0 if number == 3 else GB)
@@ -133,7 +133,7 @@ def test_both_figures_of_an_operation_count_the_rank_that_failed_early():
 
 
 def test_an_end_that_nobody_knows_has_its_reason():
-    """Mutants: it is `--:--`; an ended operation is incomplete."""
+    """Mutants: an unknown end is `--:--`; an ended operation has a reason, too."""
     model, one = Model(), Rank()
     assert look(model, 0.5, one.op(GB)).main.no_eta == "just begun"
     for tick in range(2, 9):
@@ -157,7 +157,7 @@ def test_only_a_save_is_durable():
 
 
 def test_a_replay_begins_at_the_first_operation(tmp_path):
-    """Mutant: it begins with the pause that was recorded before it."""
+    """Mutant: a replay begins with the pause before the first operation."""
     path = tmp_path / "r.jsonl"
     clock, session = demo(26.0)
     session.sinks.append(Recorder(str(path)))
@@ -174,7 +174,7 @@ def test_a_replay_begins_at_the_first_operation(tmp_path):
 
 
 def test_a_recording_has_a_largest_size_and_goes_on_in_a_new_file(tmp_path):
-    """Mutants: it grows without bound; the next file lacks facts of the previous one."""
+    """Mutants: a recording grows without bound; the next file lacks facts from the previous one."""
     for name, other in (("r.jsonl", "r.1.jsonl"), ("z.jsonl.gz", "z.1.jsonl.gz")):
         path = tmp_path / name
         clock, session = demo(0.0)
@@ -189,7 +189,7 @@ def test_a_recording_has_a_largest_size_and_goes_on_in_a_new_file(tmp_path):
         assert all(part.stat().st_size < 400_000 for part in parts)
         assert all(part.stat().st_mode & 0o777 == 0o600 for part in parts)
         first, last = (Recording(str(part)) for part in parts)
-        assert first.times[-1] < last.times[0], "one after the other"
+        assert first.times[-1] < last.times[0], "the new file continues the old one"
         replay = Replay(str(path))
         replay.end()
         assert replay.model.ops[0].label == session.model.ops[0].label

@@ -1,4 +1,4 @@
-"""One truth: processes really save, and the table, JSON, --check, the screen and the save's own report agree on it."""
+"""While processes really save, the table, JSON, --check, the screen and the save's own report agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MB = 10**6
 ROOT = Path(__file__).parents[2]
 SIZES = [(200, 60), (120, 30), (80, 24)]
 
-# Saves on command, one JSON object per line, and prints the save's report.
+# Reads commands, one JSON object per line, saves, and prints the save's report.
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -66,14 +66,14 @@ class Trainer:
         return json.loads(self.child.stdout.readline())
 
     def save(self, path, size, rate=0, step=None):
-        """Begin a save; `told` waits for its end."""
+        """Begin a save; `told` waits for the save to end."""
         order = {"path": str(path), "size": size, "limit": rate or None}
         order["metadata"] = {} if step is None else {"step": step}
         self.child.stdin.write(json.dumps(order) + "\n")
         self.child.stdin.flush()
 
     def save_for_long(self, path, step=None):
-        """Begin a save of a minute, longer than the test that ends it."""
+        """Begin a save that takes a minute: the test kills it earlier."""
         self.save(path, 120 * MB, 2 * MB, step)
 
     def end(self):
@@ -83,7 +83,7 @@ class Trainer:
 
 @pytest.fixture
 def train(place):
-    """Starts ranks of a job, and ends them."""
+    """Starts the ranks of a job, and kills them at the end."""
     children = []
 
     def start(count, job="gpt", wrap=()):
@@ -100,7 +100,7 @@ def train(place):
 
 
 class Monitor:
-    """Looks at the processes in a directory, from now on."""
+    """A monitor that looks at the processes in a directory."""
 
     def __init__(self, place, target):
         self.feed = ShmFeed([str(place)])
@@ -116,7 +116,7 @@ class Monitor:
         return self.model
 
     def until(self, probe):
-        """Look until something is so."""
+        """Look until `probe` returns a true value for the model."""
 
         def found():
             time.sleep(0.2)
@@ -144,7 +144,7 @@ class Monitor:
                 judged = next((one for one in checked.splitlines() if words in one), "")
                 assert f" x {text.count(told['gpus'], 'GPU')}" in judged
                 met = told["failed"] == 0 and told["verdict"] == "ok"
-                if told["verdict"] is not None:  # in its first second it is only --check that judges
+                if told["verdict"] is not None:  # in a save's first second, only --check judges it
                     assert judged.startswith("ok: ") == met
                     assert met or good is False
             said = told["sentence"]
@@ -163,7 +163,7 @@ class Monitor:
         assert levels == said or len({job["name"] for job in tick["jobs"]}) < len(tick["jobs"])
 
     def _on_screen(self, op, told, rates, share):
-        """The operation that a job's screen shows at the top."""
+        """Check the operation at the top of a job's screen."""
         for size in SIZES:
             ui = Ui()
             ui.job = op.job_key
@@ -178,22 +178,22 @@ class Monitor:
 
 
 def reported(ranks, began):
-    """The reports of ranks that began to save at a moment, and the time since then."""
+    """The reports of ranks that began to save at the time `began`, and the seconds since then."""
     return [rank.told() for rank in ranks], time.monotonic() - began
 
 
 def possible(average, reports, waited):
-    """Whether it may be the average of ranks with these reports, over this time.
+    """Whether `average` is possible for ranks with these reports, for which the test waited `waited` seconds.
 
-    A busy machine may let one begin after the other, and answer late. So their save took at least as long as the
-    slowest of them wrote, and at most as long as they were waited for.
+    On a busy machine, ranks may begin one after the other, and reports may arrive late. So their save took at least as
+    long as the slowest rank wrote, and at most as long as the test waited.
     """
     whole = sum(one["bytes"] for one in reports)
     return whole / waited <= average <= 1.001 * whole / max(one["least"] for one in reports)  # bytes without headers
 
 
 def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
-    """The same label again, such as `last` without a step: an ended save is not part of a running one."""
+    """Two saves have the same label, as `last` without a step: an ended save is no part of a running one."""
     ranks = train(2)
     watched = Monitor(place, 40 * MB)
     for rate in (0, 20 * MB):
@@ -209,7 +209,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         assert model.main.done == pytest.approx(sum(one["bytes"] for one in reports), rel=0.001), "with headers"
         assert model.past.checkpoints[-1].average == pytest.approx(model.main.average, rel=0.001)
         assert len(model.past.checkpoints) == 2
-    # After the end, the real commands agree with this model.
+    # After the saves, the real commands agree with this model.
     asked = ["--target", "0.04GB/s"]
     table, checked, told = (top(*words, *asked) for words in (["--once"], ["--check"], ["--once", "--json"]))
     assert [line for line in table.stdout.splitlines() if "last" in line] == [
@@ -224,14 +224,14 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
     for number, rank in enumerate(ranks):
         rank.save_for_long(tmp_path / str(number) / "last")
     for monitor in (watched, Monitor(place, 40 * MB)):
-        # Known when both have begun, and have waited for a second.
+        # The limit is known when both ranks have begun, and have waited for a second.
         model = monitor.until(lambda model: model.main.elapsed_s > 1.3 and "held at" in str(model.main.sentence))
         assert [(op.ranks, op.gpus, op.running) for op in model.ops] == [(2, 2, True), (2, 2, False)]
         assert model.main.total == pytest.approx(240 * MB, rel=0.01)
         now, target = text.rates(model.main.rate, 80 * MB)
         assert model.main.sentence.words[0] == f"held at {now} of {target} GB/s by bandwidth_limit"
         assert model.main.average < 9 * MB
-    # In a second of two looks, a busy disk may be the only wait.
+    # In the second between two looks, the ranks may have waited only for a busy disk.
     checked = eventually(lambda: done if "; held at" in (done := top("--check", *asked)).stdout else None)
     assert checked.returncode == 1
     assert checked.stdout.startswith("BELOW TARGET: save last (running): ")

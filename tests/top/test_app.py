@@ -33,7 +33,7 @@ KEYS = [
 
 
 def drive(app, steps, size=(80, 24)):
-    """Run an application without a terminal and return its exit code. Keys do not wait for the processor to rest."""
+    """Run an application without a terminal and return its exit code. Keys do not wait until the CPU is idle."""
 
     async def breathe(*_):
         for _ in range(3):
@@ -195,7 +195,7 @@ def test_sort_and_tier():
     async def steps(pilot):
         await pilot.press("s")
         assert app.ui.sort == "rank"
-        assert "by rank" in shown(app).splitlines()[4], "said in the border"
+        assert "by rank" in shown(app).splitlines()[4], "the border names the order"
         await pilot.press("s", "T")
         assert app.ui.sort == "worst"
         assert "light 0.75" in shown(app)
@@ -239,7 +239,7 @@ def test_space_freezes_the_whole_screen_and_the_model_goes_on(size):
         assert shown(app) == before
         assert app.session.model.mono == looks + 4
         await pilot.press("3", "1")
-        assert shown(app) == before, "one may look around in it"
+        assert shown(app) == before, "looking at another view and back changes nothing"
         await pilot.press("space")
         after = shown(app)
         assert "FROZEN" not in after
@@ -267,7 +267,7 @@ def test_zoom_and_graph():
 
 
 def two_jobs(model):
-    """Put half of the ranks into a separate job, which is in trouble."""
+    """Move half of the ranks to another job, in which a rank has died."""
     (job,) = model.jobs
     sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed",))
     model.jobs = [job, replace(job, key="b", name="bert", pid=77, sentence=sentence, since=job.since + 1)]
@@ -420,12 +420,12 @@ def test_choices_are_remembered(tmp_path):
     _, app = live(remembered=file)
 
     async def steps(pilot):
-        assert not file.exists(), "nothing was chosen yet"
+        assert not file.exists(), "the user has chosen nothing yet"
         await pilot.press("c", "3", "s", "z", "e")
         assert json.loads(file.read_text()) == {"theme": app.theme, "sort": "rank", "zoom": 120.0}
 
     drive(app, steps)
-    assert [path.name for path in file.parent.iterdir()] == ["top.json"], "nothing is left beside it"
+    assert [path.name for path in file.parent.iterdir()] == ["top.json"], "no temporary file is left"
     found, problem = config.load(file)
     assert found["zoom"] == 120.0
     assert not problem
@@ -504,7 +504,7 @@ def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monke
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["--demo", *options]) == 0
     assert seen == [wanted]
-    # Mutant: the handler stays, and the next SIGTERM ends a calling program like Ctrl-C.
+    # Mutant: the handler stays installed, so that a later SIGTERM ends the calling program like Ctrl-C.
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -578,7 +578,7 @@ def test_recording_and_screenshots_go_to_the_working_directory(tmp_path, monkeyp
         assert await found(pilot, tmp_path, "*.svg")
 
     async def found(pilot, place, pattern):
-        for _ in range(600):  # a thread of Textual's writes it
+        for _ in range(600):  # one of Textual's threads writes the file
             if files := [file for file in place.glob(pattern) if file.read_text().endswith("</svg>\n")]:
                 return files
             await pilot.pause(0.05)

@@ -1,4 +1,4 @@
-"""Drains, copies and fetches as operations of real processes: the remaining bytes, and where the last step is safe."""
+"""Drains, copies and fetches of real processes are operations, and show where the last step is safe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SIZE = 4_000_000
 
-# Each line is a statement; prints `ok`, or the name of the exception. Ends with its input.
+# Runs each input line as a statement, and prints `ok` or the exception's name. Exits when its input is closed.
 PROGRAM = """
 import sys
 import numpy as np
@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 class Program:
-    """A process that follows commands."""
+    """A process that runs the statements it is sent."""
 
     def __init__(self, place, tmp_path):
         command = [sys.executable, "-c", PROGRAM.replace("SIZE", str(SIZE))]
@@ -79,7 +79,7 @@ def program(place, tmp_path):
 
 
 def the(kind, tick):
-    """The operation of a kind."""
+    """The first operation of a kind in a tick, or None."""
     return next((op for op in tick["ops"] if op["op"] == kind), None)
 
 
@@ -89,14 +89,14 @@ def samples(page, name):
 
 
 def test_a_drain_is_an_operation_and_says_where_the_last_step_is_safe(program, place, top, tmp_path):
-    """Mutants: IDLE while it drains; judged by the target; the save is hidden by its drain; safe before it is whole."""
+    """Mutants: a drain is IDLE; the target judges a drain; a drain hides its save; a partial copy is safe."""
     one = program()
     one.manage(SIZE // 20)
     one.do("manager.save(7, state)")
     tick = eventually(lambda: tick if (the("drain", tick := once(place)) or {}).get("eta_s") else None)
     drain, save = the("drain", tick), the("save", tick)
     assert (drain["running"], drain["phase"], drain["label"], drain["step"]) == (True, "drain", save["label"], 7)
-    assert SIZE <= drain["bytes"] < SIZE + 5000, "the files beside the shard"
+    assert SIZE <= drain["bytes"] < SIZE + 5000, "a drain also copies the files beside the shard"
     assert 0 < drain["done"] < drain["bytes"]
     assert (drain["verdict"], drain["target_Bps"], drain["missing"]) == (None, 0, [])
     assert 0 < drain["Bps"] < SIZE
@@ -138,7 +138,7 @@ def test_a_drain_is_an_operation_and_says_where_the_last_step_is_safe(program, p
     assert job["safe"]["remote"]["step"] == 7
     for op in (drain, save):
         assert op["sentence"]["text"].endswith(f"last step safe at: local {ends[0]}, remote {ends[1]}")
-    assert [row["op"] for row in tick["ranks"]] == ["save"], "a drain that has ended leaves the row to the save"
+    assert [row["op"] for row in tick["ranks"]] == ["save"], "after a drain, the row shows the save"
     assert top("--once", "-d", "0.1", "--prometheus", page).returncode == 0
     places = [labels["place"] for labels, _ in samples(page, "fastckpt_last_safe_timestamp_seconds")]
     assert sorted(places) == ["local", "remote"]
@@ -160,7 +160,7 @@ def test_the_next_save_is_not_yet_at_the_remote_and_what_is_there_is_the_one_bef
 
 
 def test_a_failed_drain_fails_the_gate_and_its_next_attempt_does_not(program, place, top, tmp_path):
-    """Mutant: the save before it went well, so all is well."""
+    """Mutant: the gate judges only the save, which went well."""
     (tmp_path / "remote").mkdir()
     (tmp_path / "remote" / "run").write_text("no directory")
     one = program()
@@ -195,7 +195,7 @@ def test_a_copy_and_a_fetch_are_operations_and_say_nothing_of_what_is_safe(progr
 
 
 def copied(done, phase=Phase.DRAIN, kind=Kind.DRAIN, **values):
-    """A process without workers, in a copy of 1 GB."""
+    """A process without workers that copies 1 GB."""
     rank = Rank(0, threads=0).op(0, phase, total=GB, kind=kind, **values)
     (op,) = rank.proc.operations
     rank.proc = replace(rank.proc, operations=(replace(op, bytes_durable=done),))
@@ -203,7 +203,7 @@ def copied(done, phase=Phase.DRAIN, kind=Kind.DRAIN, **values):
 
 
 def test_a_copy_that_moves_nothing_for_long_is_stalled_and_one_that_waits_for_other_nodes_is_not():
-    """A store may take a while for a part. Mutants: as early as for a save; never; even after its own share."""
+    """A store may be slow. Mutants: a copy stalls as early as a save; never; even when its own share is copied."""
     model = Model()
 
     def stalled(now, done):
@@ -216,19 +216,19 @@ def test_a_copy_that_moves_nothing_for_long_is_stalled_and_one_that_waits_for_ot
 
 
 def test_a_copy_whose_end_nobody_knows_says_why():
-    """Mutant: `ETA --:--`."""
+    """Mutant: the sentence says `ETA --:--`."""
     model = look(Model(), 2.0, copied(GB // 2))
     assert model.main.sentence.words[0] == "drain of step-1: 0.50 of 1.00 GB, 0.25 GB/s, no ETA: just begun"
 
 
 def test_a_drain_that_was_given_up_says_so():
-    """Mutant: ECANCELED."""
+    """Mutant: the sentence says ECANCELED."""
     model = look(Model(), 2.0, copied(GB // 2, Phase.FAILED, end=1.0, error=errno.ECANCELED))
     assert (model.main.sentence.level, model.main.sentence.words[0]) == ("bad", "the drain was given up in step-1")
 
 
 def test_a_checkpoint_is_at_the_remote_when_the_process_that_publishes_it_says_so():
-    """The others copy their shares, and end before. Mutant: any drain that ended well."""
+    """The other processes copy their shares, and end earlier. Mutant: any drain that ends well is enough."""
 
     def places(flags):
         rank = Rank(0).record(-9.0, 1.0).record(-8.0, 1.0, op_id=2, kind=Kind.DRAIN, flags=flags)
@@ -238,7 +238,7 @@ def test_a_checkpoint_is_at_the_remote_when_the_process_that_publishes_it_says_s
 
 
 def test_the_sentence_and_the_json_name_the_same_second():
-    """Mutant: each rounds for itself."""
+    """Mutant: each output rounds the time in its own way."""
     model = look(Model(), 2.0, copied(GB // 2).record(-9.0, 1.9996, op_id=9))
     (job,) = jsonout.Ticks().next(model)["jobs"]
     at = time.strftime("%H:%M:%S", time.localtime(job["safe"]["local"]["t"]))

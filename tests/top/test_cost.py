@@ -1,7 +1,7 @@
 """The costs of the monitor, and its start-up time.
 
-As a program it measures, where nothing else runs, what the tests can only count: the share of a core that the screen
-takes for 64 ranks of 8 threads, at two looks a second. It has to be below 8 %.
+On an idle machine, this file run as a program measures what the tests can only count: the share of a core that the
+screen takes for 64 ranks of 8 threads, at two looks a second. This share has to be below 8 %.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Many(DemoSource):
 
 @contextlib.contextmanager
 def counting():
-    """Counts the calls of functions, Python's and C's, in this thread: they are the same on a machine of any speed."""
+    """Counts this thread's calls of Python and C functions: the count is the same on a machine of any speed."""
     calls = [0]
 
     def count(_frame, event, _argument):
@@ -64,7 +64,7 @@ def counting():
 
 
 def test_a_look_at_64_ranks_of_8_threads_takes_few_calls():
-    # Two looks per second, of 138,000 calls each, took 0.07 of a core when measured: this bar is a tenth of a core.
+    # When measured, two looks per second, of 138,000 calls each, took 0.07 of a core. This bar is a tenth of a core.
     class Counted(Live):
         looks = 0
         enough = asyncio.Event()
@@ -105,11 +105,11 @@ def test_reading_8_segments_takes_few_calls(place):
     with counting() as calls:
         assert len(shm.poll().procs) == 8
     shm.close()
-    assert calls[0] < 8000  # 4010 where this was measured
+    assert calls[0] < 8000  # 4010 when measured
 
 
 def test_a_first_look_at_many_operations_takes_calls_in_proportion():
-    """Like ``--all-users`` on a node that keeps the segments of the dead: each has saved to a separate path."""
+    """With ``--all-users``, a node may have segments of many dead processes, each of which saved to its own path."""
 
     def calls_of(count):
         ranks = [Rank().op(end=0.5).named(f"step-{each}").of(job=f"job-{each}", pid=each) for each in range(count)]
@@ -144,14 +144,14 @@ def test_the_first_picture_costs_little_more_than_the_import_of_textual(producer
         picture.append(seconds_of_a_core(child.pid))
         assert b"WRITE" in seen
         child.terminate()
-        while child.poll() is None:  # it restores its terminal, which must be read
+        while child.poll() is None:  # it writes to its terminal until it exits, and would block
             if select.select([master], [], [], 0.05)[0]:
-                with contextlib.suppress(OSError):  # it has closed its side
+                with contextlib.suppress(OSError):  # the monitor has closed its side
                     os.read(master, 65536)
         os.close(master)
         code = "import textual.app; print(open('/proc/self/schedstat').read().split()[0])"
         textual.append(int(subprocess.check_output([sys.executable, "-c", code])) / 1e9)
-    # Measured: 1.8 to 2.0.
+    # The measured ratio is 1.8 to 2.0.
     assert min(picture) < 3 * min(textual)
 
 

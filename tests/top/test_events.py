@@ -1,4 +1,4 @@
-"""Events by job; repeated events are shown once."""
+"""Events belong to jobs, and repeated events share a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def texts(model):
 
 
 def stutter(model, ranks, times, who):
-    """Ranks that repeatedly stop for three seconds; the others go on all the time."""
+    """Play ranks of which those in `who` repeatedly stop for three seconds."""
     now, done, beat = 0.5, GB // 100, 0
     look(model, now, *(rank.op(done, total=100 * GB) for rank in ranks))
     for _ in range(times):
@@ -31,18 +31,18 @@ def stutter(model, ranks, times, who):
 
 
 def test_a_rank_that_stalls_seven_times_is_one_line():
-    """Mutant: each time is an event."""
+    """Mutant: each stall has a line."""
     model = stutter(Model(), [Rank(0), Rank(1)], 7, {1})
     assert texts(model) == [
         "save step-1 started",
         "rank 1 stalled 7 times: no progress for 2 s",
         "rank 1 goes on",
     ]
-    assert model.event_count == 1 + 2 * 7, "outputs that have told the first ones tell the others, too"
+    assert model.event_count == 1 + 2 * 7, "an output that printed the first stalls prints the later ones, too"
 
 
 def test_many_ranks_that_stall_are_two_lines_at_most():
-    """Mutant: each rank has lines of its own."""
+    """Mutant: each rank has its own lines."""
     model = stutter(Model(), [Rank(0).of(rank=number, pid=100 + number) for number in range(64)], 1, range(1, 64))
     assert texts(model)[1:] == ["63 ranks stalled: no progress for 2 s", "63 ranks go on"]
 
@@ -62,7 +62,7 @@ def test_ranks_that_fall_back_or_fail_together_are_one_line():
 
 
 def test_events_are_those_of_the_job_that_is_shown_and_a_log_names_it():
-    """Mutant: events of all jobs are mixed."""
+    """Mutant: the screen and the log mix the events of all jobs."""
     one, other = (Rank(0).of(job=name, launch=number, pid=number) for number, name in ((1, "one"), (2, "other")))
     model = look(Model(), 1.0, one.op(GB).named("a"), other.op(GB).named("b"))
     assert {(event.text, event.job) for event in model.events} == {

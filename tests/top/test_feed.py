@@ -162,7 +162,7 @@ def test_the_history_ring_is_read_from_its_oldest_record(place, shm):
     made = Image()
     for number in range(70):
         made.record(number)
-    made.set("history", 8, op_id=0)  # being written
+    made.set("history", 8, op_id=0)  # op_id 0: the record is being written
     made.write(place)
     assert [record.op_id for record in only(shm.poll()).history] == [*range(7, 9), *range(10, 71)]
 
@@ -261,7 +261,7 @@ def test_only_old_files_of_dead_processes_are_swept(place, producer, tmp_path):
 
 
 def test_both_clocks_are_read_before_the_segments(place, monkeypatch):
-    """The duration of a look on a busy machine does not change the start of an operation."""
+    """A long look on a busy machine does not change the start that an operation is shown with."""
     now = [100.0]
     shm = ShmFeed([str(place)], mono=lambda: now[0], real=lambda: now[0] + 1e9)
 

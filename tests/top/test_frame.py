@@ -40,7 +40,7 @@ def frame(model, size, ui=None, glyphs=text.UNICODE, **values):
 
 
 def said(model, sentence):
-    """The model's operations with a sentence."""
+    """The model with this sentence in its operations."""
     kept = Model()
     kept.__dict__.update(model.__dict__)
     kept.ops = [replace(model.ops[0], sentence=sentence), *model.ops[1:]]
@@ -57,7 +57,7 @@ def test_nothing_moves_from_one_look_to_the_next(size):
         if model.main is None or not model.main.running:
             continue
         lines = operation.lines(frame(model, size), size[0] - 4)
-        assert len(lines) == 3, "as many lines in each state"
+        assert len(lines) == 3, "the box has three lines in each state"
         for number, line in enumerate(lines[:2]):
             for word in ("done", "speed", "of", "GB/s", "now", "peak", "elapsed", "ETA", "%", "│", "GB "):
                 found = line.plain.find(word)
@@ -86,12 +86,12 @@ def test_the_end_of_a_save_with_one_rank_left_is_not_red():
         for model in looks()
         if model.main.kind == "load" and model.main.rate is not None and model.main.rate < 0.4 * model.main.target
     )
-    assert model.main.verdict in (Verdict.GOOD, Verdict.LOW), "its average is good"
+    assert model.main.verdict in (Verdict.GOOD, Verdict.LOW), "the verdict is about the average"
     speed = operation.lines(frame(model, (120, 30)), 116)[1]
     assert "bad" not in {style for _, style in speed.parts}
     now = speed.plain.split("now")[1].split()[0]
     assert now == text.rate(model.main.rate)
-    assert next(style for content, style in speed.parts if content.strip() == now) == "text", "it is plain"
+    assert next(style for content, style in speed.parts if content.strip() == now) == "text", "the rate is plain"
 
 
 def test_mark_colour_word_bar_and_percentage_judge_the_average(saving):
@@ -127,7 +127,7 @@ def test_the_sentence_takes_the_longest_wording_that_fits_and_says_its_level(sav
     failed = said(saving, sentence)
     failed.ops[0] = replace(failed.ops[0], failed=1, verdict=Verdict.FAILED)
     lines = paint(frame(failed, (40, 8))).plain.splitlines()
-    assert (lines[1].split()[-2], lines[2][0]) == ("x", "x"), "one mark for one thing"
+    assert (lines[1].split()[-2], lines[2][0]) == ("x", "x"), "both lines have the same mark"
 
 
 @pytest.mark.parametrize("high", [4, 5, 12])
@@ -164,7 +164,7 @@ def test_the_target_in_the_border_is_that_of_the_operation(saving):
     model = said(saving, None)
     model.jobs = [replace(model.jobs[0], gpus=7, alive=7)]
     assert "3.00 GB/s \N{MULTIPLICATION SIGN} 8 GPUs" in paint(frame(model, (120, 30))).lines[0].plain, (
-        "24.00 are asked for"
+        "the target is 24.00 GB/s in total"
     )
 
 
@@ -216,14 +216,14 @@ def test_the_axis_is_linear_in_round_numbers(need, height):
     known = [(height - line, float(label) * 1e9) for line, label in enumerate(axis.labels) if label]
     assert known, "at least one label beside the 0"
     for edge, value in known:
-        assert value == pytest.approx(axis.top * edge / height), "what the upper edge of its line stands for"
+        assert value == pytest.approx(axis.top * edge / height), "a label is the value at the upper edge of its line"
     assert need <= axis.top * (1 + 1e-9) <= 2.5 * need
     step = min(value for _, value in known)
     few = ("1.5", "3.0", "4.0", "6.0", "8.0")
     assert f"{step:.1e}"[:3] in ("1.0", "2.0", "2.5", "5.0", *few)
-    assert len(known) >= min(height, 2), "the upper one, and one in the middle"
+    assert len(known) >= min(height, 2), "one label at the top, and one in the middle"
     assert height > 4 or axis.labels[0]
-    assert len({len(label.partition(".")[2]) for label in axis.labels if label}) == 1, "as many decimals in each"
+    assert len({len(label.partition(".")[2]) for label in axis.labels if label}) == 1, "all have equally many decimals"
     assert max(map(len, axis.labels)) <= 6
 
 
@@ -297,7 +297,7 @@ def test_the_parts_share_the_height_and_none_is_too_small_to_show_anything():
         assert below == 0 or 4 <= below <= threads
         assert table >= min(3, room)
         if ranks <= room - high:
-            assert table >= ranks, "all ranks, before the graph grows"
+            assert table >= ranks, "the table shows all ranks before the graph grows"
 
 
 def test_a_frozen_screen_says_so_at_each_size(saving):
@@ -323,7 +323,7 @@ def test_keys_stand_whole_and_a_cut_is_shown(saving, live):
         assert re.sub(r"\s+", " ", plain).strip() == " ".join(
             [*(f"{key} {word}" for key, word in whole), "? Help" if len(whole) == len(every) else "… ? all keys"]
         )
-    assert len(whole) == len(every), "there is a width at which nothing is cut"
+    assert len(whole) == len(every), "at some width, no key is cut"
 
 
 @pytest.mark.parametrize(("size", "view"), [((80, 24), "live"), ((40, 8), "live"), ((80, 24), "history")])

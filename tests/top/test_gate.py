@@ -1,4 +1,4 @@
-"""The monitor as a gate and an alarm, on real saves: verdicts, counts, and unknown results."""
+"""The monitor as a gate and an alarm for real saves: verdicts, counts, and unknown results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from painted import frame
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-# Reads path, bandwidth limit (0 for none) and base (empty for none) of each save, one per line. Ends with its input.
+# Reads path, bandwidth limit (0: none), base (empty: none) and file size limit (0: none) of a save from each line.
 SAVER = """
 import json, resource, sys
 import numpy as np
@@ -41,7 +41,7 @@ for line in sys.stdin:
         print(report.bytes, flush=True)
 """
 SLOW = 20_000
-"""Bytes/s at which a save of 4 MB outlasts every look."""
+"""The bytes/s at which a save of 4 MB lasts longer than any test looks at it."""
 
 
 class Saver:
@@ -63,11 +63,11 @@ class Saver:
         return self
 
     def save(self, path, **options):
-        """Save, and return its report."""
+        """Save, and return the line that the process prints at the end."""
         return self.begin(path, **options).child.stdout.readline().strip()
 
     def over(self):
-        """End in order."""
+        """Close the input, and wait until the process exits."""
         self.child.stdin.close()
         assert self.child.wait() == 0
 
@@ -78,7 +78,7 @@ class Saver:
 
 @pytest.fixture
 def saver(place):
-    """Starts processes that save, and ends them."""
+    """Starts processes that save, and kills them at the end."""
     started = []
 
     def start(*args, **options):
@@ -96,21 +96,21 @@ def at_work(place, one):
 
 
 def died(place, one, path):
-    """Kill it in a save."""
+    """Let a process begin to save to `path`, and kill it while it writes."""
     one.begin(path, limit=SLOW)
     at_work(place, one)
     one.killed()
 
 
 def series(page, name):
-    """Job, rank and value of each sample of a metric."""
+    """The job, the rank and the value of each sample of a metric."""
     families = text_string_to_metric_families(page)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sorted((sample.labels["job_name"], sample.labels["rank"], sample.value) for sample in samples)
 
 
 def test_the_dead_of_another_launch_hide_no_job_and_are_named_where_the_others_are_judged(saver, place, top, tmp_path):
-    """Mutants: `--check` judges only the last job, or says nothing of the dead."""
+    """Mutants: `--check` judges only the last job; it does not mention the dead."""
     died(place, saver("died", 1), tmp_path / "d")
     for launch, job in ((2, "first"), (3, "second")):
         one = saver(job, launch)
@@ -123,7 +123,7 @@ def test_the_dead_of_another_launch_hide_no_job_and_are_named_where_the_others_a
     shown = top("--once").stdout
     assert [line.split(":")[0] for line in shown.splitlines() if line.startswith("job ")] == ["job second", "job first"]
     assert shown.splitlines()[-1] == last
-    # The last dead process is judged like the others.
+    # The job of the process that died last is judged like the others.
     died(place, saver("late", 4), tmp_path / "l")
     judged = top("--check", "0")
     assert judged.returncode == 1
@@ -132,7 +132,7 @@ def test_the_dead_of_another_launch_hide_no_job_and_are_named_where_the_others_a
 
 
 def test_each_of_many_jobs_that_ended_is_judged(place, top):
-    """Mutant: only as many as the model keeps operations at least."""
+    """Mutant: `--check` judges only the GROUPS newest operations."""
     count = GROUPS + 4
     for number in range(count):
         made = Image(job=b"job-%d" % number, pid=100 + number, launch=1 + number)
@@ -145,7 +145,7 @@ def test_each_of_many_jobs_that_ended_is_judged(place, top):
 
 
 def test_a_job_that_ended_keeps_its_place_while_another_one_saves_often(saver, place, tmp_path):
-    """Old saves of the living process are forgotten. Mutants: they push out the other's; all of them are kept."""
+    """The model forgets a living process's old saves. Mutants: these push out the ended job's; all stay."""
     ended, living = saver("ended", 1), saver("living", 2)
     model, feed = Model(), ShmFeed([str(place)])
     model.update(feed.poll())
@@ -162,7 +162,7 @@ def test_a_job_that_ended_keeps_its_place_while_another_one_saves_often(saver, p
 
 
 def test_two_jobs_that_end_well_before_ones_eyes_are_both_judged(saver, place, tmp_path):
-    """Mutant: the first of them counts as one that died, for as long as its processes are shown after their end."""
+    """Mutant: while the ended processes are still shown, the first job counts as dead."""
     model, feed = Model(), ShmFeed([str(place)])
     for launch, job in ((1, "first"), (2, "second")):
         one = saver(job, launch)
@@ -178,7 +178,7 @@ def test_two_jobs_that_end_well_before_ones_eyes_are_both_judged(saver, place, t
 
 
 def test_a_save_that_linked_all_has_no_verdict(saver, place, top, tmp_path):
-    """Mutants: it is below its target, in `--check`, the sentence, or the history; the linked bytes are not told."""
+    """Mutants: `--check`, the sentence or the history calls such a save slow; linked bytes are not shown."""
     one = saver("frozen", 1, size=30_000_000)
     written = [one.save(tmp_path / str(step), base=tmp_path / str(step - 1) if step else "") for step in range(4)]
     assert written[-1] == "0"
@@ -206,14 +206,14 @@ def test_what_had_nothing_to_write_is_told_as_an_event():
     look(model, 1.0, rank.op(0, total=0, start=0.5))
     look(model, 2.0, rank.op(0, Phase.DONE, total=0, start=0.5, end=1.5))
     assert [event.text for event in model.events][-1] == "save step-1 done in 1.0 s: nothing to write"
-    # A rank's part in the others' writes differs from the save.
+    # If another rank writes, the save has something to write.
     look(model, 3.0, rank, Rank(1).op(GB, Phase.DONE, total=GB, start=0.5, end=1.5))
     assert not model.main.empty
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_failed_save_says_what_is_true_whether_or_not_there_was_another(saver, place, top, tmp_path, before):
-    """Mutant: the old checkpoint is unchanged, at the first save ever."""
+    """Mutant: a failed first save reports that the old checkpoint is unchanged."""
     one = saver("full", 1)
     if before:
         one.save(tmp_path / "c")
@@ -225,7 +225,7 @@ def test_a_failed_save_says_what_is_true_whether_or_not_there_was_another(saver,
 
 
 def test_where_another_ranks_own_save_went_well_something_was_replaced():
-    """Each rank has a separate checkpoint. Mutant: nothing was replaced, whatever the others did."""
+    """Each rank has its own checkpoint. Mutant: "nothing was replaced", though another rank's save succeeded."""
     ranks = [Rank(0).op(GB), Rank(1).op(0, Phase.FAILED, end=1.0, error=28)]
     model = look(Model(), 2.0, *ranks)
     assert model.main.sentence.words[0] == "rank 1: ENOSPC in step-1: nothing was replaced"
@@ -234,7 +234,7 @@ def test_where_another_ranks_own_save_went_well_something_was_replaced():
 
 
 def test_the_series_of_deaths_counts_who_died_and_nobody_else(saver, place, top, tmp_path):
-    """Mutants: `up` is 0 for ranks that ended; a death without a rank is not told; it outlives a restart."""
+    """Mutants: `up` is 0 for ended ranks; a death without a rank does not count; a death outlives a restart."""
     page = tmp_path / "x.prom"
 
     def metrics(name):
@@ -268,7 +268,7 @@ def test_two_processes_without_a_rank_that_died_are_two_series():
 
 
 def test_the_last_rank_of_a_save_is_named_with_its_own_limit_and_the_others_stay(saver, place, top, tmp_path):
-    """Their processes end before the monitor starts. Mutants: the limit is everybody's; those that are done go."""
+    """Two ranks exit before the monitor starts. Mutants: all ranks share the limit; ranks that are done vanish."""
     ranks = [saver("job", 1, rank=rank) for rank in range(3)]
     ranks[2].begin(tmp_path / "2" / "last", limit=SLOW)
     for one in ranks[:2]:
@@ -288,7 +288,7 @@ def test_the_last_rank_of_a_save_is_named_with_its_own_limit_and_the_others_stay
 
 
 def test_a_rank_that_has_not_begun_is_named_and_the_target_counts_it(saver, place, top, tmp_path):
-    """Mutants: the target shrinks; the others' bytes are all; the missing rank is not told, or still when it came."""
+    """Mutants: the target shrinks; the total lacks the rank's bytes; the rank is not named; it stays missing."""
     ranks = {rank: saver("job", 1, rank=rank, world=4) for rank in range(4)}
 
     def begin(name, of, **options):
@@ -326,7 +326,7 @@ def test_a_rank_that_has_not_begun_is_named_and_the_target_counts_it(saver, plac
 
 
 def test_ranks_are_missed_only_where_the_others_show_that_they_are_to_come():
-    """Rank 0 alone may save for all. Mutants: each rank of the machine is to come; those of other machines, too."""
+    """Rank 0 alone may save for all. Mutants: the monitor expects all ranks of the machine, or of all machines."""
 
     def missing(*ranks, group=0, local=4, world=4):
         procs = [Rank(rank).of(local_rank=rank % local, local_world=local, world=world) for rank in ranks]
@@ -344,7 +344,7 @@ def test_ranks_are_missed_only_where_the_others_show_that_they_are_to_come():
 
 
 def test_who_is_left_is_what_held_a_save_back():
-    """Mutant: the whole save was held by bandwidth_limit."""
+    """Mutant: bandwidth_limit held the whole save back."""
     model, ranks = Model(), [Rank(0), Rank(1)]
     for tick in range(1, 21):
         now = tick / 2

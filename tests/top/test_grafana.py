@@ -24,7 +24,7 @@ WORDS = {"time", "max", "sum", "count", "rate", "increase", "histogram_quantile"
 
 @pytest.fixture(scope="module")
 def written():
-    """The labels of each metric, as the demonstration has them while it saves and after."""
+    """The labels of each metric that the demonstration writes, during and after a save."""
     clock, session = demo()
     found = {}
     for second in (9, 40):
@@ -37,7 +37,7 @@ def written():
 
 
 def asked(expression):
-    """The metrics of an expression, each with its label filters, and the labels of its grouping."""
+    """The metrics of an expression, each with its label filters, and the labels by which it groups."""
     text = re.sub(r"\[\$__(?:rate_interval|range)\]", "", expression)
     grouped = {name for listed in re.findall(r"\bby \(([^)]*)\)", text) for name in listed.split(", ")}
     rest = re.sub(r"\bby \([^)]*\)", "by", text)
@@ -78,7 +78,7 @@ def test_the_variables_ask_for_what_is_written(written):
         metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
         assert metric in written
         assert label in written[metric] | ADDED
-        # Also where the label is missing.
+        # ".*" also matches series without the label.
         assert variable["allValue"] == ".*"
 
 

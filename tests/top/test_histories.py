@@ -53,7 +53,7 @@ class Process:
     parts: list[Part] = field(default_factory=list)
 
     def seen(self, now: float):
-        """Its segment at a moment."""
+        """The process's segment at the time `now`."""
         alive = now < self.end
         begun = [part for part in self.parts if part.start <= now]
         operations, threads, history = [], [], []
@@ -80,7 +80,7 @@ class Process:
                     ),
                 )
             )  # fmt: skip
-        # The contents of a segment.
+        # A segment holds the last 64 records.
         for part in [one for one in begun[-64:] if now >= one.end and one.fate != "died"]:
             record = replace(
                 PAST, op_id=part.op_id, kind=1, result=1 if part.fate == "done" else 2, bytes=part.done(now),
@@ -104,7 +104,7 @@ class Process:
 @dataclass
 class World:
     processes: list[Process] = field(default_factory=list)
-    #: The node's operations: of each its parts by process.
+    #: The node's operations, each a list of processes and their parts.
     operations: list[list[tuple[Process, Part]]] = field(default_factory=list)
     end: float = 0.0
 
@@ -142,7 +142,7 @@ JOBS = st.fixed_dictionaries(
 
 
 def made(jobs) -> World:
-    """The events of a drawn world: a launch ends with its first failure, or its last save."""
+    """The world of the drawn jobs, in which a launch ends with its first failure or its last save."""
     world = World()
     number = 0
     for job in jobs:
@@ -167,7 +167,7 @@ def made(jobs) -> World:
                     victim = save["victim"] % len(ranks)
                     fates = ["failed"] * len(ranks)
                     fates[victim] = save["fate"]
-                    # It happens after all have come, and the others learn of it a little later.
+                    # The failure happens after all ranks have begun; the others learn of it a little later.
                     ends[victim] = max(max(starts) + 0.125, ends[victim])
                     known = ends[victim] + 0.125
                     ends = [ends[victim] if rank == victim else known for rank in range(len(ranks))]
@@ -194,7 +194,7 @@ def made(jobs) -> World:
 
 
 def check_now(world: World, model: Model, now: float, attached: float) -> None:
-    """The node, and its running operations."""
+    """Check the node and its running operations."""
     assert model.node.alive == sum(process.begin <= now < process.end for process in world.processes)
     wanted = []
     for operation in world.operations:
@@ -210,12 +210,12 @@ def check_now(world: World, model: Model, now: float, attached: float) -> None:
 
 
 def check_jobs(world: World, model: Model, now: float) -> None:
-    """Processes launched together are a job, and all verdicts on an operation agree."""
+    """Check that processes launched together are one job, and that all verdicts on an operation agree."""
     launch = {f"process-{process.pid}": process.launch for process in world.processes}
     there = {key: launch[key] for key in model.job_of}
     keys = {job: {model.job_of[key] for key in there if there[key] == job} for job in there.values()}
-    assert all(len(one) == 1 for one in keys.values()), "one key a job"
-    assert len({one for (one,) in keys.values()}) == len(keys), "and no two jobs have the same"
+    assert all(len(one) == 1 for one in keys.values()), "a job has one key"
+    assert len({one for (one,) in keys.values()}) == len(keys), "no two jobs have the same key"
     number = {key: job for job, (key,) in keys.items()}
     alive = [process.launch for process in world.processes if process.begin <= now < process.end]
     shown = {number[job.key]: job for job in model.jobs}
@@ -263,7 +263,7 @@ def check_jobs(world: World, model: Model, now: float) -> None:
 
 
 def check_series(world: World, model: Model, now: float) -> None:
-    """A series belongs to the process that lives, not to the one that had the rank before, and not to another job's."""
+    """Check that a series belongs to the living process, not to an earlier one of its rank or another job's."""
     living = [process for process in world.processes if process.begin <= now < process.end]
     samples = [one for family in text_string_to_metric_families(prometheus.render(model)) for one in family.samples]
     moved = {
@@ -273,7 +273,7 @@ def check_series(world: World, model: Model, now: float) -> None:
     }
     up = [int(sample.labels["pid"]) for sample in samples if sample.name == "fastckpt_process_up" and sample.value == 1]
     assert sorted(up) == sorted(process.pid for process in living)
-    assert len(up) == sum(sample.name == "fastckpt_process_up" for sample in samples), "none for those that ended"
+    assert len(up) == sum(sample.name == "fastckpt_process_up" for sample in samples), "ended processes have no series"
     fallen = {one.pid for one in world.processes if one.end <= now and any(part.fate == "died" for part in one.parts)}
     for sample in samples:
         if sample.name == "fastckpt_process_died":
@@ -286,7 +286,7 @@ def check_series(world: World, model: Model, now: float) -> None:
 
 
 def check_past(world: World, model: Model) -> None:
-    """The history, once all is over."""
+    """Check the history after the last event."""
     wanted = []
     for operation in world.operations:
         parts = [part for _, part in operation]
@@ -319,7 +319,7 @@ def test_what_is_shown_is_what_happened(jobs, late, interval):
 
 
 def test_weeks_of_records_do_not_pile_up():
-    """A segment holds the last 64; all are taken in once, and forgotten when they cannot come back."""
+    """The monitor takes in each of a segment's 64 records once, and forgets records that have left the segment."""
     process = Process(1, 0, "train", 1, 0, 10.0)
     model, ticks, given = Model(), jsonout.Ticks(), []
     process.parts = [
@@ -335,7 +335,7 @@ def test_weeks_of_records_do_not_pile_up():
 
 
 def start_of(*processes, end=30.0):
-    """A world that is not drawn."""
+    """A world of these processes, which form one operation."""
     return World(list(processes), [[(process, process.parts[0]) for process in processes]], end)
 
 
@@ -347,7 +347,7 @@ def attended(world, moments):
 
 
 def test_who_begins_while_another_dies_unseen_is_part_of_the_same_attempt():
-    """A rank's death is only known to be between two looks, and its last byte may be older."""
+    """A rank died at an unknown time between two looks, perhaps long after it moved its last byte."""
     dead = Process(11, 0, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
     late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 13.5, 14.25, "failed", 9000 * MB)])
     world = start_of(dead, late)
@@ -359,7 +359,7 @@ def test_who_begins_while_another_dies_unseen_is_part_of_the_same_attempt():
 @pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("moments", [(12.5, 14.5, 15.5, 17.0, 18.5), (12.5, 18.5), (18.5,)])
 def test_a_rank_that_died_and_was_started_again_at_once_has_two_attempts(moments, rank):
-    """By the same launcher, under the same name, and before it would count as another operation."""
+    """The same launcher starts it under the same name, and too soon for a pause to separate the attempts."""
     dead = Process(11, rank, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
     again = Process(12, rank, "train", 1, 0, 14.5, parts=[Part(1, "last", -1, 15.0, 18.0, "done", 9000 * MB)])
     world = start_of(dead, again)
@@ -371,7 +371,7 @@ def test_a_rank_that_died_and_was_started_again_at_once_has_two_attempts(moments
 
 
 def test_a_rank_that_begins_late_and_fails_is_in_the_checkpoint_of_its_operation():
-    """It was seen in the operation with the others, whose records had been read before."""
+    """The monitor saw it in the operation, after reading the records of the ranks that had ended."""
     first = Process(11, 0, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 12.0, 13.0, "done", MB)])
     late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 15.0, 20.0, "failed", MB)])
     world = start_of(first, late)

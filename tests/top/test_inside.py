@@ -1,6 +1,6 @@
-"""Statements of the page about moments that only a program with access to internals can hold.
+"""The telemetry page at moments at which only a program with access to internals can stop a save.
 
-A save is on the page from the copy of its state on, and the page and the save's own report tell the same story.
+A save is on the page from the moment at which its state is copied, and the page agrees with the save's own report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness import zygote
 MB = 10**6
 SIZE = 30 * MB
 
-# Saves in one of several ways. The copy of the state waits for a line with the next action.
+# Saves in one of several ways. The copy of the state waits for an input line, which names the next action.
 PROGRAM = """
 import json, os, sys, time
 import numpy as np
@@ -87,7 +87,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def program(place, tmp_path):
-    """Starts the program, and ends it."""
+    """Starts the program, and kills it at the end."""
     children = []
 
     def start(way, size=SIZE):
@@ -103,7 +103,7 @@ def program(place, tmp_path):
 
 
 class Watch:
-    """A monitor's data about the only process in a directory."""
+    """The data of a monitor about the only process in a directory."""
 
     def __init__(self, place):
         self.feed = ShmFeed([str(place)])
@@ -132,14 +132,14 @@ def tell(child, word=""):
 
 
 def agrees(watch, report):
-    """The monitor, live and from the history, agrees with the report."""
+    """Check that the monitor's row and the history record agree with the report."""
     proc = watch.look()
     assert watch.row.state == "DONE"
     assert watch.row.average == pytest.approx(report["bytes"] / report["seconds"], rel=0.05)
     assert proc.history[-1].dur_ns / 1e9 == pytest.approx(report["seconds"], rel=0.05)
 
 
-# One thread copies the small state, in less than the time between two signs of progress.
+# One thread copies the small state before it would report any progress.
 @pytest.mark.parametrize(("way", "size"), [("async", SIZE), ("async", MB), ("lazy", SIZE), ("ranks", SIZE)])
 def test_the_copy_is_phase_stage_and_counts_as_time_of_the_save(program, watch, way, size):
     child = program(way, size)
@@ -150,7 +150,7 @@ def test_the_copy_is_phase_stage_and_counts_as_time_of_the_save(program, watch, 
     assert op.step == (-1 if way == "lazy" else 7)
     row = watch.row
     assert (row.state, row.stalled_s, row.rate, row.average) == ("STAGE", None, None, None)
-    # Long compared with the write.
+    # The copy has to be long compared with the write.
     assert eventually(lambda: time.monotonic_ns() - op.t_start_mono_ns > 10**9)
     tell(child)
     report = json.loads(child.stdout.readline())
@@ -170,7 +170,7 @@ def test_what_a_save_does_before_the_core_begins_counts_as_time(program, watch):
     report = json.loads(child.stdout.readline())
     agrees(watch, report)
     assert report["phases"]["plan"] > 1
-    assert watch.look().operations[0].bytes_to_stage == 0, "a plain save stages nothing"
+    assert watch.look().operations[0].bytes_to_stage == 0, "a synchronous save stages nothing"
 
 
 def test_a_save_that_waits_for_another_is_not_there_and_no_stall(program, watch):
@@ -182,7 +182,7 @@ def test_a_save_that_waits_for_another_is_not_there_and_no_stall(program, watch)
         first = min(operations, key=lambda op: op.op_id)
         if not first.running:
             break
-        assert len(operations) == 1, "the second one waits, and has not begun"
+        assert len(operations) == 1, "the second save waits and has not begun"
         seen += 1
     assert seen
     report = json.loads(child.stdout.readline())
@@ -212,7 +212,7 @@ def test_a_forked_child_that_gives_the_copy_up_leaves_the_parents_page_alone(pro
     child = program(way)
     assert child.stdout.readline() == "held\n"
     tell(child, "fork")
-    assert child.stdout.readline() == "7\n", "it ended as it wanted"
+    assert child.stdout.readline() == "7\n", "the child exited with its own status"
     agrees(watch, json.loads(child.stdout.readline()))
 
 
@@ -275,7 +275,7 @@ def test_what_a_process_warns_of_is_published(place, tmp_path):
             child.stdin.flush()
 
 
-# The bytes of these tensors come from a function, as those of a device do; and it is slow.
+# A slow function produces the bytes of these tensors, as for tensors on a device.
 PULLED = """
 import json, sys, time
 import torch

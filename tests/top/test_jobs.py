@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def two_jobs(model, now=4.0, names=("a", "b")):
-    """Two ranks each of two jobs that save the same step."""
+    """Two jobs of two ranks each that save the same step."""
     ranks = [
         Rank(index).of(job=names[index // 2], launch=1 + index // 2, rank=index % 2, pid=100 + index, gpu=index % 2)
         for index in range(4)
@@ -49,7 +49,7 @@ def test_a_process_group_and_a_launcher_each_make_a_job_and_both_together_one():
     joined(ranks[1], 1, group=7)
     joined(ranks[2], 2, group=7)
     together = look(model, 2.0, *ranks).jobs
-    assert sorted(job.ranks for job in together) == [1, 3], "launch 0 is unknown, and nobody's mark"
+    assert sorted(job.ranks for job in together) == [1, 3], "launch 0 is unknown, and joins no ranks"
     for index, rank in enumerate(ranks):
         joined(rank.of(launch=5 + index, key=rank.proc.key), index, group=7)
     assert [job.ranks for job in look(model, 3.0, *ranks).jobs] == [4]
@@ -79,14 +79,14 @@ def test_jobs_that_run_come_first_and_those_that_are_over_stay_newest_first():
     model = look(Model(), 5.0, busy, idle)
     assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False), ("busy", 0, False)]
     assert [op.job_key for op in model.ops] == ["idle:7", "busy:8"]
-    # Even beside a living job, and not forever.
+    # An ended job stays even beside a living job, but not forever.
     other = Rank(2).of(job="other", launch=3, pid=9)
     assert [job.name for job in look(model, 6.0, busy, idle, other).jobs] == ["idle", "busy", "other"]
     assert [job.name for job in look(model, 603.2, busy, idle, other).jobs] == ["idle", "other"]
 
 
 def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
-    """Like on a machine where a test suite kills hundreds of processes."""
+    """A test suite on the machine may have killed hundreds of processes."""
     dead = [Rank(0).of(job="-c", launch=1 + index % 3, rank=-1, pid=100 + index) for index in range(121)]
     for index, one in enumerate(dead):
         one.op(GB, start=index / 100, slot=index % 5).thread(0, last_progress_mono_ns=int(2e9))
@@ -102,7 +102,7 @@ def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
     shown = lines.table(model)
     assert "save step-1: 10.0 of 10.0 GB" in shown
     assert shown.splitlines()[-1].startswith("- 121 processes of other launches died before that")
-    # The last that died are shown, as ever, and the save stays beside them.
+    # The processes that died last are shown, and the save stays beside them.
     late = Rank(0).of(job="late", launch=10, rank=-1, pid=8).op(GB, start=5.0, slot=1)
     late.thread(0, last_progress_mono_ns=int(6e9)).proc = replace(late.proc, alive=False, touched=1e9)
     model = look(model, 7.0, *dead, mine, late)
@@ -111,7 +111,7 @@ def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
 
 
 def test_a_rank_that_died_stays_beside_those_of_its_job_that_live():
-    """Regardless of the job that ended after that. Mutant: it is one of other launches."""
+    """Another job ended after the death. Mutant: the dead rank counts among other launches."""
     dead, alive = (Rank(rank).of(job="train.py", launch=9, pid=7 + rank) for rank in (0, 1))
     dead.op(GB, start=1.0).thread(0, last_progress_mono_ns=int(2e9))
     dead.proc = replace(dead.proc, alive=False, touched=1e9)
@@ -122,7 +122,7 @@ def test_a_rank_that_died_stays_beside_those_of_its_job_that_live():
 
 
 def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():
-    """Mutant: it stays until it is as old as what nobody has started again."""
+    """Mutant: the old save stays for as long as that of a job which was not started again."""
     before = Rank(0).of(job="train.py", launch=9, pid=7).op(GB, Phase.DONE, start=1.0, end=2.0)
     before.proc = replace(before.proc, alive=False, touched=1e9)
     other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
@@ -134,7 +134,7 @@ def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():
 
 
 def test_a_job_that_failed_and_was_run_again_is_judged_by_that_run_also_when_it_is_over():
-    """Mutant: both are judged, and a series of their name has what the first of them was."""
+    """Mutant: both runs are judged, and the first run's values are in the series of their name."""
     failed = Rank(0).of(job="train.py", launch=9, pid=7).op(0, Phase.FAILED, start=1.0, end=2.0, error=27)
     again = Rank(0).of(job="train.py", launch=10, pid=8).op(10 * GB, Phase.DONE, start=3.0, end=4.0)
     for one, begun in ((failed, 1), (again, 3)):
@@ -146,7 +146,7 @@ def test_a_job_that_failed_and_was_run_again_is_judged_by_that_run_also_when_it_
 
 @pytest.mark.parametrize("phase", [Phase.PLAN, Phase.FSYNC, Phase.DRAIN])
 def test_who_died_before_another_job_ended_is_none_that_ended_last_whatever_it_was_at(phase):
-    """Mutant: unless bytes moved, a death is as new as the monitor."""
+    """Mutant: the death of a process that moved no bytes counts as of the monitor's start."""
     kind = Kind.DRAIN if phase == Phase.DRAIN else Kind.SAVE
     dead = Rank(0, threads=0).of(job="train.py", launch=9, pid=7).op(0, phase, start=1.0, kind=kind)
     other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
@@ -158,7 +158,7 @@ def test_who_died_before_another_job_ended_is_none_that_ended_last_whatever_it_w
 
 @pytest.mark.parametrize("fate", ["died", "failed"])
 def test_a_rank_that_was_lost_before_another_one_began_is_lost_to_their_save(fate):
-    """Ranks do not begin at once. Mutant: what begins after that is another attempt, and that one goes well."""
+    """Ranks begin at different times. Mutant: a rank that begins later makes another attempt, which succeeds."""
     lost, well = (Rank(rank, threads=0).of(launch=9, pid=7 + rank) for rank in (0, 1))
     lost.op(0, Phase.WRITE if fate == "died" else Phase.FAILED, start=1.0, end=1.25 if fate == "failed" else 0.0)
     lost.proc = replace(lost.proc, alive=fate == "failed")
@@ -182,7 +182,7 @@ def test_check_judges_each_job_and_one_that_fails_fails_all():
         moving(rank, 5.0, 2 * GB)
     assert lines.check(look(model, 5.0, *ranks), 80)[0] is True
     ranks[3].op(0, Phase.FAILED, start=5.0, end=5.1, slot=1, error=28).named("step-2", 2)
-    assert lines.check(look(model, 5.5, *ranks), 80)[0] is False, "the last one of the job that is idle"
+    assert lines.check(look(model, 5.5, *ranks), 80)[0] is False, "the last save of the idle job"
 
 
 @pytest.mark.parametrize("wanted", ["b", "b:102"])
@@ -259,7 +259,7 @@ def test_equal_ranks_of_two_jobs_are_two_series():
     for rank in ranks[:2]:
         rank.proc = replace(rank.proc, alive=False)
     look(model, 6.0, *ranks)
-    assert series("fastckpt_io_bytes_total")["same", "0", "0"] == 8 * GB, "who lives has the name"
+    assert series("fastckpt_io_bytes_total")["same", "0", "0"] == 8 * GB, "the name belongs to the living process"
 
 
 def test_the_gravest_of_a_jobs_sentences_is_its_own():

@@ -70,7 +70,7 @@ def test_eta_blends_rate_and_average_and_adds_the_last_fsync():
     assert model.rows[0].eta_s == pytest.approx(4 / 1 + 2, rel=0.05)
     look(model, 20, rank)
     assert model.rows[0].stalled_s is not None
-    assert model.rows[0].eta_s is model.main.eta_s is None, "nobody knows when a rank that stands still will end"
+    assert model.rows[0].eta_s is model.main.eta_s is None, "a rank that has stopped has no ETA"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_death_in_an_operation_is_told_and_judged():
     assert model.events[-1].text == f"rank 0 pid {rank.proc.header.pid} died in save at 50%"
     assert model.node.alive == 0
     look(model, 700.0, rank)
-    assert len(model.rows) == 1, "seen dying: it stays"
+    assert len(model.rows) == 1, "a rank stays if the monitor saw it die"
     assert look(Model(), 700.0, rank).rows == [], "long dead when first seen"
 
 
@@ -299,7 +299,7 @@ def test_history_joins_the_ranks_of_a_checkpoint():
     assert all(len(c.members) == 8 and c.bytes == 8 * demonstration.BYTES for c in past.checkpoints)
     count = len(past.checkpoints)
     session.tick()
-    assert len(past.checkpoints) == count, "records are taken once"
+    assert len(past.checkpoints) == count, "each record is taken in once"
 
 
 def test_columns_stand_for_equal_times_however_often_one_looks():
@@ -407,7 +407,7 @@ def test_a_rank_waits_in_the_end_for_the_one_that_waits_for_nobody():
     look(model, 0.0, *ranks)
     assert [row.wait for row in model.rows] == ["rank 3", "rank 3", "rank 3", ""]
     joined(ranks[3], 3, waits_for=0)
-    assert all(row.wait for row in look(model, 1.0, *ranks).rows), "a circle, for a moment, is no hang"
+    assert all(row.wait for row in look(model, 1.0, *ranks).rows), "a circle of waits may be momentary"
 
 
 def test_groups_that_save_alike_at_once_are_two_operations():
@@ -455,7 +455,7 @@ def test_a_dead_rank_of_the_run_before_is_not_among_the_living():
 
 
 def waits(rank, now, *, begun, limit_ms=0, seconds=0.0, done=0, ever=0):
-    """Let a rank's first thread have waited: counters are the process's, bytes the operation's."""
+    """Make a rank's first thread have waited: its counters are the process's, its bytes the operation's."""
     rank.op(done, start=begun, slot=1 if begun else 0)
     rank.proc = replace(rank.proc, threads=((0, rank.proc.threads[-1][1]),))
     return rank.thread(
@@ -524,7 +524,7 @@ def test_the_history_names_the_rank_that_died(recorded):
 def test_a_save_between_two_looks_is_told_and_so_is_its_failure():
     model, rank = Model(), Rank()
     look(model, 1.0, rank.op(10 * GB, Phase.DONE, start=0.0, end=0.5))
-    assert not model.events, "it had ended before anybody looked"
+    assert not model.events, "the save had ended before the first look"
     look(model, 3.0, rank.op(10 * GB, Phase.DONE, start=1.2, end=2.2, slot=1))
     assert [event.text.partition(":")[0] for event in model.events] == ["save step-1 done"]
     look(model, 5.0, rank.op(0, Phase.FAILED, start=3.2, end=3.3, slot=2, error=28))
@@ -619,7 +619,7 @@ def test_a_dead_rank_is_not_hidden_by_another_job_of_the_same_name():
     assert sorted(row.alive for row in model.rows) == [False, True, True]
     mate.proc = replace(mate.proc, alive=False)
     look(model, 3.0, dead, other, mate)
-    assert [row.alive for row in model.rows if row.rank == 0] == [True], "all of it is gone, and it runs again"
+    assert [row.alive for row in model.rows if row.rank == 0] == [True], "the whole job had ended, and it runs again"
 
 
 @pytest.mark.parametrize(
@@ -640,7 +640,7 @@ def test_what_has_changed_with_a_save_is_an_event_and_standing_still_is_the_sent
     def told():
         return [(event.level, event.text) for event in model.events if "changed" in event.text]
 
-    # Of another step.
+    # The figures belong to another step.
     process = replace(rank.proc.process, changed=changed, changed_step=0)
     rank.proc = replace(rank.proc, process=process)
     assert look(model, 4.2, rank).main.changed == ()
@@ -669,12 +669,12 @@ def test_what_a_process_warns_of_is_an_event_once():
     def told():
         return [(event.level, event.text.partition(": ")[2]) for event in model.events if "differ" in event.text]
 
-    # It came before the first look.
+    # The warning came before the first look.
     assert told() == []
     rank.proc = replace(rank.proc, process=replace(old, warned=2, warning="ranks differ in w and 3 more"))
     for at in (2.5, 3.0):
         look(model, at, rank)
-    # While another one is written.
+    # The process is just writing another warning.
     rank.proc = replace(rank.proc, process=replace(old, warned=0, warning="ranks differ in"))
     look(model, 3.5, rank)
     assert told() == [("warn", "ranks differ in w and 3 more")]

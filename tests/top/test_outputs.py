@@ -40,7 +40,7 @@ TYPES = {
 
 
 def wrong(value, schema, where="$"):
-    """Violations of the schema in `value`: the used part of JSON Schema, without unknown keys."""
+    """Violations of the schema in `value`; supports the part of JSON Schema that is in use, and no unknown keys."""
     if "anyOf" in schema:
         tries = [wrong(value, one, where) for one in schema["anyOf"]]
         return min(tries, key=len)
@@ -113,7 +113,7 @@ def test_json_of_a_real_process_is_in_the_schema_and_counts_up(producer, top):
 
 
 def test_whatever_a_rank_does_its_line_is_in_the_schema():
-    """Mutants: a rank that waits for another, or is in a phase of a later layout, has a state of its own."""
+    """Mutants: a rank that waits for another, or is in a phase of a later layout, has a state that the schema lacks."""
     for phase in (None, *Phase, 99):
         for waits_for in (None, 1):
             rank = joined(Rank(0) if phase is None else Rank(0).op(GB, phase), 0, waits_for=waits_for)
@@ -143,7 +143,7 @@ def test_nothing_found_is_3(top):
 def test_check_judges_the_running_operation(producer, top):
     producer("--rate", 1e9)
     time.sleep(0.5)
-    # Far less than its rate: it records its progress only when it gets the processor.
+    # The target is far below the rate: the producer counts only while it gets the CPU.
     good = top("--check", "--target", "0.1GB/s")
     assert (good.returncode, good.stdout[:3]) == (0, "ok:")
     bad = top("--check", "--target", "high")
@@ -280,13 +280,13 @@ def test_prometheus_is_what_its_parser_reads(tmp_path):
     writer.write(session.model)
     page = path.read_text()
     assert page.endswith("\n")
-    assert list(tmp_path.iterdir()) == [path], "written beside and renamed"
+    assert list(tmp_path.iterdir()) == [path], "the file is written under another name and renamed"
     families = {family.name: family for family in text_string_to_metric_families(page)}
     assert not any(sample.timestamp for family in families.values() for sample in family.samples)
     names = [
         (sample.name, tuple(sorted(sample.labels.items()))) for family in families.values() for sample in family.samples
     ]
-    assert len(names) == len(set(names)), "each series once"
+    assert len(names) == len(set(names)), "each series occurs once"
     assert all(family.type != "unknown" for family in families.values())
     total = sum(sample.value for sample in families["fastckpt_io_bytes"].samples)
     assert total == sum(t.bytes_ever for proc in session.model.snapshot.procs for _, t in proc.threads)
@@ -330,7 +330,7 @@ def test_labels_of_prometheus_are_escaped(place):
     model.update(shm.poll())
     shm.close()
     families = {f.name: f for f in text_string_to_metric_families(prometheus.render(model))}
-    assert "fastckpt_build_info" not in families, "a dead process without a rank is not told"
+    assert "fastckpt_build_info" not in families, "a dead process without a rank has no build info"
     Image(version='a"b\\c', rank=0).write(place)
     shm = ShmFeed([str(place)])
     model.update(shm.poll())
@@ -425,7 +425,7 @@ def test_the_segments_themselves(producer, top, place):
     assert elsewhere.stderr.startswith(f"no segment in {place}/none\n")
     assert top("debug", "ls", "--dir", place / "none").returncode == 3
     assert top("debug").returncode == 2
-    assert top("--onc", "--demo").returncode == 2  # no abbreviations, here neither
+    assert top("--onc", "--demo").returncode == 2  # no abbreviated options here, either
     assert top("debug", "clean", "--ye").returncode == 2
     assert top("--once", "--demo", "-d", "200ms").returncode == 0
     assert "`2min`: want 0.1 to 60 seconds" in top("--once", "--demo", "-d", "2min").stderr
@@ -442,7 +442,7 @@ def test_the_segments_themselves(producer, top, place):
 
 
 def test_names_of_files_do_not_steer_the_terminal(top, place):
-    """Any user may put a file into a shared directory."""
+    """In a shared directory, any user may create files with any name."""
     nasty = "77-\x1b]0;title\x07\x9b2J\u202e.seg"
     Image(pid=77, rank=5).write(place, nasty)
     (place / f"1{nasty}").write_bytes(b"nonsense")

@@ -124,13 +124,13 @@ def test_nothing_is_fetched_and_nothing_runs(screen):
         "tspan",
     }
     assert not [name for node in root.iter() for name in node.attrib if "href" in name or name.startswith("on")]
-    assert svg.count("http") == 1  # the name of the format
+    assert svg.count("http") == 1  # the namespace of SVG
     assert "url(" not in svg
     assert len(svg) < 100_000
 
 
 def test_each_character_of_the_views_is_drawn_or_in_any_font():
-    """A character that fonts lack, or make wider than a cell, would break the columns."""
+    """A character that a font lacks, or draws wider than a cell, would break the columns."""
     source = "".join(path.read_text("utf-8") for path in Path(fastckpt_top.__file__).parent.rglob("*.py"))
     left_to_fonts = {
         char for char in set(source) - set("\u00a0") if not char.isascii() and texts(drawn(char)) == [char]
@@ -155,7 +155,7 @@ def test_what_a_style_leaves_open_comes_from_the_theme():
 
 @pytest.mark.parametrize("zoom", [1, 1.37, 2])
 def test_librsvg_renders_it(tmp_path, zoom):
-    """Marks, bars and text are where they should be, and blocks have no seam, also where pixels do not fit cells."""
+    """Marks, bars and text are in place, and blocks have no seams, even if cells are no whole number of pixels."""
     convert = needs.tool("rsvg-convert", "librsvg2-bin")
     from matplotlib.image import imread
 
@@ -165,7 +165,7 @@ def test_librsvg_renders_it(tmp_path, zoom):
     ink = imread(png)[:, :, 0]
 
     def cell(column, row, left=0.0, top=0.0, right=1.0, bottom=1.0):
-        """The pixels of a part of a cell, less those on its edge."""
+        """The pixels of a part of a cell, without the edge."""
         x, y = (picture.MARGIN + column * 8) * zoom, (picture.MARGIN + row * 16) * zoom
         return ink[
             round(y + top * 16 * zoom) + 1 : round(y + bottom * 16 * zoom) - 1,
@@ -187,7 +187,7 @@ def test_librsvg_renders_it(tmp_path, zoom):
 
 
 def tool(name, *arguments):
-    """Run a tool that finds no other program, so that it draws only from its input."""
+    """Run a tool with an empty PATH, so that it draws only from its input."""
     command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60, env={**os.environ, "PATH": ""})
 

@@ -1,4 +1,4 @@
-"""Real facts of the kernel about processes, and of saves about their waits and fallbacks."""
+"""What the real kernel reports about processes, and real saves about their waits and fallbacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ fastckpt.save(state, path, io=io, files=files)
 
 
 class Clock:
-    """A clock that advances by `step` at each look, so that the kernel is asked again without a wait."""
+    """A clock that advances by `step` at each look, so that a look asks the kernel again without waiting."""
 
     def __init__(self, step=PROBE_S):
         self.now = 0.0
@@ -67,7 +67,7 @@ def only(snapshot):
 
 @contextlib.contextmanager
 def saving(place, path, size, limit=0.0, wrap=(), **variables):
-    """A process that saves; ended at the end."""
+    """A process that saves, which is killed at the end."""
     command = [*wrap, sys.executable, "-c", SAVER, str(path), str(size), str(limit)]
     environment = zygote.environment() | {"FASTCKPT_TOP_DIR": str(place)} | variables
     with subprocess.Popen(command, env=environment) as child:
@@ -78,7 +78,7 @@ def saving(place, path, size, limit=0.0, wrap=(), **variables):
 
 
 def saved(place, path, size, **options):
-    """The operation and the history record of a whole save."""
+    """The operation and the history record of a completed save."""
     with saving(place, path, size, **options) as child:
         assert child.wait(60) == 0
     shm = ShmFeed([str(place)])
@@ -98,7 +98,7 @@ def test_a_stopped_process_is_t_and_one_that_goes_on_is_not(shm, producer):
     child.kill()
     child.wait()
     assert eventually(lambda: not only(shm.poll()).alive)
-    assert only(shm.poll()).state == "", "a dead process has none"
+    assert only(shm.poll()).state == "", "a dead process has no state"
 
 
 def test_the_kernel_is_asked_once_a_second_and_only_while_an_operation_runs(place, producer, monkeypatch):
@@ -123,7 +123,7 @@ def test_the_kernel_is_asked_once_a_second_and_only_while_an_operation_runs(plac
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a PID namespace")
 def test_a_process_of_another_pid_namespace_is_found_by_its_lock(shm, producer):
     wrapper = producer(wrap=("unshare", "--fork", "--pid", "--mount-proc", "--kill-child"))
-    # Its pid there is that of another process here, or of none.
+    # The pid in its namespace belongs to another process here, or to none.
     assert only(shm.poll()).header.pid < 10
     inside = int(Path(f"/proc/{wrapper.pid}/task/{wrapper.pid}/children").read_text().split()[0])
     assert eventually(lambda: only(shm.poll()).state in ("R", "S"))
@@ -153,10 +153,10 @@ def test_users_have_names_where_they_are_known_here():
     uid = os.getuid()
     assert user_of(uid, uid) == pwd.getpwuid(uid).pw_name
     nobody = 4_000_000_000
-    assert user_of(nobody, nobody) == str(nobody), "no such user"
-    # In a container's user namespace it is user 0, and here another user owns its files.
+    assert user_of(nobody, nobody) == str(nobody), "a user without a name is shown by number"
+    # In its container's user namespace the process is user 0; here its files belong to another user.
     assert user_of(0, 100_000) == "0"
-    assert user_of(2**40, 2**40) == str(2**40), "whatever a segment says"
+    assert user_of(2**40, 2**40) == str(2**40), "a segment may hold any number"
 
 
 def test_the_feed_and_a_recording_have_the_user_and_the_state(shm, producer, recording):
@@ -173,7 +173,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
     with mounts.mount("ext4") as point, saving(place, point / "step-7", 30 * MB, 3 * MB, FASTCKPT_IO="threads"):
         assert eventually(lambda: shm.poll().procs)
         assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
-        # Not the whole process: its main thread waits for its workers, as it should.
+        # Only the worker hangs: the main thread waits for its workers normally.
         assert only(shm.poll()).state in ("R", "S")
         subprocess.run(["fsfreeze", "-f", str(point)], check=True)
         try:
@@ -184,7 +184,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
 
 
 def held_up(shm, place, hang, state):
-    """The only rank, and its sentence, 5 looks of a second each after all workers stopped in a state."""
+    """The only rank and its sentence, five looks, of a second each, after all workers stopped in `state`."""
     assert eventually(lambda: shm.poll().procs)
     assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
     model = Model()
@@ -213,7 +213,7 @@ SMALL = {"FASTCKPT_BLOCK_SIZE": str(1 << 20), "FASTCKPT_QUEUE_DEPTH": "2"}
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has(shm, place, engine):
-    """A loop device whose file is behind a stopped process. Mutant: only if a worker is `D`."""
+    """A stopped process holds up the file of a loop device. Mutant: the storage is named only if a worker is `D`."""
     with mounts.mount("fuse") as behind:
         image = behind / "image"
         with image.open("wb") as file:
@@ -225,14 +225,14 @@ def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has
         ):
             row, said = held_up(shm, place, mounts.unanswering(behind), ThreadState.IO)
     assert (row.engine, row.direct, row.state, row.wait_kind) == (engine, True, "STALL", "disk")
-    # With io_uring a thread may also sleep uninterruptibly, if the kernel has no free request.
+    # With io_uring, the state is also `D` when the kernel has no free request.
     assert engine == "uring" or row.process_state == "D"
     assert re.fullmatch(r"pid \d+: the storage has not answered for \d s", said.words[0])
 
 
 @pytest.mark.root
 def test_a_worker_that_waits_for_a_page_waits_for_memory_and_not_for_the_storage(shm, place, tmp_path):
-    """Its tensors are in a mapped file, which does not answer. Mutant: every thread in `D` waits for the storage."""
+    """The tensors are in a mapped file that hangs. Mutant: every thread in `D` waits for the storage."""
     with mounts.mount("fuse") as behind:
         (behind / "tensors").write_bytes(bytes(90 * MB))
         with saving(place, tmp_path / "step-7", 90 * MB, 3 * MB, TENSORS=str(behind / "tensors"), **SMALL):
@@ -257,12 +257,12 @@ def test_silence_in_stage_is_no_stall_unless_the_process_is_stopped(shm, produce
     for phase in (Phase.STAGE, Phase.PLAN):
         begin = model.mono + 100
         assert look(begin, "S", phase) is None
-        assert look(begin + 60, "S", phase) is None, "it may wait for a device"
-        assert look(begin + 61, "", phase) is None, "nothing is known"
+        assert look(begin + 60, "S", phase) is None, "the process may be waiting for a device"
+        assert look(begin + 61, "", phase) is None, "the process's state is unknown"
         assert look(begin + 62, "T", phase) is None
-        assert look(begin + 62 + HEARTBEAT_STALL_S, "T", phase) == HEARTBEAT_STALL_S, "since it was stopped"
+        assert look(begin + 62 + HEARTBEAT_STALL_S, "T", phase) == HEARTBEAT_STALL_S, "since the process was stopped"
         assert look(begin + 70, "S", phase) is None
-    assert look(model.mono + 60, "S", Phase.WRITE) > 60, "workers run, and give signs of life"
+    assert look(model.mono + 60, "S", Phase.WRITE) > 60, "in phase write, workers run and raise the heartbeat"
 
 
 def no_ring(*more):
@@ -286,7 +286,7 @@ def test_the_page_says_what_was_refused_and_why(place, tmp_path, how, refused, n
     elif how == "memlock":
         needs.root()
         needs.tool("setpriv", "util-linux")
-        # Root without the capability that lifts the limit.
+        # The process is root without the capability that lifts the limit.
         wrap = ("setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=0")
     elif how == "chosen":
         variables = {"FASTCKPT_IO": "threads"}
@@ -305,11 +305,11 @@ def test_time_in_fsync_is_told_apart_from_the_disk(place, tmp_path):
     log, delay = tmp_path / "log", "inject=fsync,fdatasync:delay_enter=400000"
     wrap = ("strace", "-f", "-o", str(log), "-e", "trace=fsync,fdatasync", "-e", delay)
     _, record, threads = saved(place, tmp_path / "step-7", 30 * MB, wrap=wrap)
-    assert sum(thread.fsync_wait_ms for thread in threads) >= 3 * 400, "one for each file"
+    assert sum(thread.fsync_wait_ms for thread in threads) >= 3 * 400, "each of the three files has a slow fsync"
     workers = {thread.tid for thread in threads}
     callers = [int(line.split()[0]) for line in log.read_text().splitlines() if "sync(" in line]
     commit = 400 * 10**6 * sum(caller not in workers for caller in callers)
-    assert commit, "when the workers have ended"
+    assert commit, "other threads sync in the commit"
     for thread in threads:
         waits = thread.fsync_wait_ms * 10**6 + thread.busy_ns + thread.source_wait_ns
         assert waits + commit <= record.dur_ns, "no moment counts twice"

@@ -42,11 +42,11 @@ def test_ranks_that_do_not_fit_stand_in_a_grid_and_none_is_lost(count, size):
         assert len(listed) >= 5
     hidden = count - len(listed) - len(grid)
     if grid and not hidden:
-        assert len(listed) + 1 - (1 - len(grid)) // across > size[1] - 3, "as many rows as leave room for the others"
+        assert len(listed) + 1 - (1 - len(grid)) // across > size[1] - 3, "the rows and the grid use the whole height"
     assert (f"{hidden} not shown" in made[0].plain) == (hidden > 0)
     assert hidden == 0 or count > 60
     best = {row.rank for row in sorted(rows, key=lambda row: row.worst)[:hidden]}
-    assert not best & {*listed, *grid}, "what is hidden is the best"
+    assert not best & {*listed, *grid}, "only the best ranks are hidden"
 
 
 def test_sixty_four_ranks_are_all_seen_on_a_screen_of_80_columns():

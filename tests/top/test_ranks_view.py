@@ -65,7 +65,7 @@ def test_no_row_ever_stands_above_one_that_is_clearly_worse(looks):
         for place, row in enumerate(made):
             assert all(below.worst <= row.worst + PINNED for below in made[place + 1 :])
         order = [row.key for row in made]
-        assert [row.key for row in pin(rows, order)] == order, "a second look at the same changes nothing"
+        assert [row.key for row in pin(rows, order)] == order, "a second look at the same rows keeps their order"
 
 
 def test_rows_at_rest_stand_in_the_order_of_their_ranks_the_slower_before_the_faster():
@@ -102,7 +102,7 @@ def job(key, **values):
 def test_one_job_is_shown_the_first_until_another_is_chosen():
     painted = frame([rank(0, job_key="a"), rank(1, job_key="b"), rank(2, job_key="b")])
     model, ui = painted.model, painted.ui
-    assert len(ui.shown(model)) == 3, "without jobs all"
+    assert len(ui.shown(model)) == 3, "without jobs, all ranks are shown"
     model.jobs = [job("a"), job("b")]
     assert [row.rank for row in ui.shown(model)] == [0]
     ui.job = "b"

@@ -1,6 +1,6 @@
 """Drawn histories of jobs, played by real processes: the monitor's outputs agree with the saves' reports.
 
-The gate plays each fifth of them; ``FASTCKPT_TEST_RUNS=all`` plays all.
+The gate plays every fifth history; ``FASTCKPT_TEST_RUNS=all`` plays all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZE = (200, 60)
 
 @pytest.fixture(scope="module")
 def warm():
-    """Forks ranks, and the monitor's command."""
+    """Forks ranks and the monitor's command."""
     modules = ("top.played", *(f"fastckpt_top.{name}" for name in ("cli", "lines", "jsonout", "prometheus")))
     with zygote.running(env={"FASTCKPT_TEST_IMPORT": ",".join(modules)}) as made:
         yield made
@@ -45,7 +45,7 @@ def warm():
 
 
 def begun(play, name, least=1):
-    """A job of some ranks, or one process without a rank, that has saved some steps."""
+    """Start a job of up to four ranks, or one process without a rank, and save up to two steps."""
     ranks = play.rng.choice([(None,), (0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]) if least == 1 else tuple(range(least))
     job = play.job(name, len(ranks))
     play.start(job, ranks)
@@ -56,7 +56,7 @@ def begun(play, name, least=1):
 
 
 def closed(play, job):
-    """The job ends in order, ends between operations, or goes on."""
+    """The job ends normally, is killed between operations, or goes on."""
     how = play.rng.choice(("ends", "ends", "is killed", "stays"))
     if how == "is killed":
         for process in job.living:
@@ -74,7 +74,7 @@ def ends_well(play, name):
 
 
 def fails(play, name):
-    """A rank has a file size limit; perhaps it saves again."""
+    """The last rank's save fails at a file size limit; perhaps the job saves again."""
     job = yield from begun(play, name)
     play.save(job, "step-7", failing=job.living[-1:])
     yield
@@ -85,7 +85,7 @@ def fails(play, name):
 
 
 def died(play, job):
-    """A rank, or all, are killed in the middle of a save; the others have saved their part."""
+    """One rank or all ranks are killed in the middle of a save; the others have saved their part."""
     victims = job.living if play.rng.random() < 0.5 else [play.rng.choice(job.living)]
     play.save(job, "step-9", held=victims)
     yield "look"
@@ -105,7 +105,7 @@ def dies(play, name):
 
 
 def starts_again(play, name):
-    """All of it, by the same launcher or by another."""
+    """A whole job dies, and the same launcher or another one starts it again."""
     job = yield from begun(play, name)
     yield from died(play, job)
     for process in job.living:
@@ -121,7 +121,7 @@ def starts_again(play, name):
 
 
 def is_run_again(play, name):
-    """A job ends, or fails, and is run once more."""
+    """A job succeeds or fails, and is run once more."""
     job = yield from begun(play, name)
     play.save(job, "step-7", failing=play.rng.choice(([], job.living[-1:])))
     play.end(job)
@@ -176,7 +176,7 @@ def drains(play, name):
 
 
 def leaves_dead(play, name):
-    """Others on the machine are killed in their saves."""
+    """Other jobs on the machine are killed in their saves."""
     for number in range(play.rng.choice(STRANGERS)):
         job = play.job(name)
         play.start(job)
@@ -201,7 +201,7 @@ FATES = (
 
 
 def acts(play, seed):
-    """The acts of one to five jobs, each in its order. Each fate has its share of the histories."""
+    """The acts of one to five jobs, each in its order. The seed sets the first job's fate, so that all fates occur."""
     names = play.rng.sample(NAMES, len(NAMES))
     fates = [FATES[seed * len(FATES) // HISTORIES], *(play.rng.choice(FATES) for _ in range(play.rng.randrange(5)))]
     jobs = [fate(play, names.pop()) for fate in fates]
@@ -219,18 +219,18 @@ def acts(play, seed):
 
 
 def target_of(truth, rng):
-    """A target per GPU, bytes/s, that each operation clearly reaches or misses: between two of them where it can be."""
+    """A target per GPU, in bytes/s, that each operation clearly reaches or misses; if possible between two of them."""
     ended = [one for one in truth.operations if one.average]
     known = sorted((one.average.least / one.gpus, one.average.most / one.gpus) for one in ended)
     gaps = [(low * high) ** 0.5 for (_, low), (high, _) in itertools.pairwise(known) if 2 * low < high]
-    # The rate of a running save is unknown, but slower than any of these.
+    # The rate of a running save is unknown, but lower than any of these.
     slow = any(one.running and not one.copies for one in truth.operations)
     between = [] if slow else [gap for gap in gaps if all(most < gap or least > gap for least, most in known)]
     return rng.choice([*between, *between, 1e12, *([] if slow else [1.0])])
 
 
 def screens(session, jobs, alive):
-    """The application's text, job by job, and the history."""
+    """The text of the application's screen for each job, and of the history."""
     # Liveness is checked once a second.
     assert eventually(lambda: session.tick() or session.model.node.alive == alive)
     app = TopApp(session, Ui(interval=60.0))
@@ -250,7 +250,7 @@ def screens(session, jobs, alive):
 
 
 def judge(warm, place, play, session, top, seed):
-    """Check that all outputs are true: four from a first look, and the screen, which has run from the beginning."""
+    """Check that four outputs of a first look are true, and the screen of a session that has run from the beginning."""
     truth = Truth(play.jobs)
     if not truth.operations:
         return

@@ -1,4 +1,4 @@
-"""The monitor on real saves: counters of the core, read by another program while the save runs."""
+"""The monitor on real saves: another program reads the core's counters while the save runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness import mounts, needs
 
 MB = 10**6
 
-# Reports that it is ready, saves on command, prints the report, and ends on command.
+# Reports that it is ready, saves after an input line, prints the report, and exits after the next line.
 TRAINER = """
 import json, os, sys
 import numpy as np
@@ -43,7 +43,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def trainer(place, tmp_path):
-    """Starts processes that really save."""
+    """Starts processes that really save, and kills them at the end."""
     children = []
 
     def start(size, limit, *arguments, directory=place):
@@ -57,7 +57,7 @@ def trainer(place, tmp_path):
 
     yield start
     for child in children:
-        # Forked children too: each trainer leads a process group.
+        # Forked children are killed, too: each trainer leads a process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.stdin.close()
@@ -81,11 +81,11 @@ def wait_for(place, child, condition, seconds=60):
         rank = next((rank for rank in once(place)["ranks"] if rank["pid"] == child.pid), None)
         if rank is not None and condition(rank):
             return rank
-    raise AssertionError(f"not seen within {seconds} s; last {rank}")
+    raise AssertionError(f"the expected state was not seen within {seconds} s; the last one is {rank}")
 
 
 def is_writing(rank):
-    """Whether the throttled save has begun: until then the row shows the empty one before it."""
+    """Whether the throttled save has begun: until then, the row shows the empty save before it."""
     return rank["state"] == "write" and rank["label"] == "step-7" and rank["done"] > 0
 
 
@@ -127,7 +127,7 @@ def test_a_throttled_save_is_watched_from_begin_to_end(trainer, place, tmp_path)
 
     middle = [rank["Bps"] for rank in saves if rank["state"] == "write" and 0.3 < rank["progress"] < 0.95]
     assert middle
-    # A busy machine may be slower than the limit, and stop now and then.
+    # A busy machine may be slower than the limit, and pause now and then.
     assert max(middle) > 0.8 * report["bytes"] / report["phases"]["write"]
     assert sorted(middle)[len(middle) // 2] < 40 * MB * 1.2
 
@@ -151,7 +151,7 @@ def test_bandwidth_limit_is_kept_within_a_tenth(tmp_path):
     state = {"weights": np.zeros(100 * MB, np.uint8)}
     for io in ("uring", "threads", "buffered"):
         rates = []
-        # Never faster; and, if the machine permits it, that fast in one of a few attempts.
+        # The save is never faster than the limit, and reaches it in one of five attempts if the machine permits.
         while not rates or (max(rates) < 45 * MB and len(rates) < 5):
             report = fastckpt.save(state, tmp_path / "limited", io=fastckpt.IO(io, bandwidth_limit=50 * MB))
             rates.append(report.bytes / report.phases["write"])
@@ -270,7 +270,7 @@ def test_a_full_file_system_costs_the_counters_and_nothing_else(tmp_path):
 
 @pytest.mark.root
 def test_a_directory_on_a_mount_that_does_not_answer_is_not_even_looked_at(tmp_path):
-    """Mutant: one stat of the directory, and the save hangs until the mount answers."""
+    """Mutant: the save calls stat on the directory once, and hangs until the mount answers."""
     with mounts.mount("fuse") as point, mounts.unanswering(point):
         (tmp_path / "link").symlink_to(point)
         for place in (point, point / "own", tmp_path / "link" / "own"):
@@ -300,7 +300,7 @@ def test_a_directory_that_cannot_be_used_costs_the_counters_and_nothing_else(kin
         place.mkdir(mode=0o700)
         place.chmod(0o777 if kind == "open to others" else 0o500)
     if kind == "read-only" and os.geteuid() == 0:
-        # A mode does not keep root out.
+        # Root ignores the mode.
         with mounts.mount("tmpfs", size=1 << 20, options="mode=700") as point, mounts.read_only(point):
             save_with_counters_in(point, tmp_path)
         return

@@ -1,4 +1,4 @@
-"""The bytes: one layout in the page, the producer and the reader; and nothing that bytes can do but BadSegment."""
+"""The bytes: the page, the producer and the reader have one layout, and bad bytes raise only BadSegment."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_full_string_has_no_terminator_and_a_cut_one_is_no_error():
     made.set("operation", 0, label=b"x" * 64, path=b"/" + "ä".encode() * 160)
     (op,) = segment.decode(bytes(made.data)).operations
     assert op.label == "x" * 64
-    # 295 bytes after the slash: the last character is cut in two.
+    # 295 bytes follow the slash, so that the last character is cut in half.
     assert op.path[1:148] == "ä" * 147
     assert len(op.path) == 149
     assert op.path.startswith("/ä")

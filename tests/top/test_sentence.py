@@ -24,7 +24,7 @@ FALLBACK = {"engine": 2, "flags": FLAG_FALLBACK | FLAG_DIRECT | FLAG_NO_RING, "f
 
 
 def watch(model, ranks, each, begin=0.5, end=6.0):
-    """Look twice a second, each rank made anew by `each(number, rank, now)`."""
+    """Look twice a second, after `each(number, rank, now)` has set the state of each rank."""
     for tick in range(int(begin * 2), int(end * 2) + 1):
         for number, rank in enumerate(ranks):
             each(number, rank, tick / 2)
@@ -33,7 +33,7 @@ def watch(model, ranks, each, begin=0.5, end=6.0):
 
 
 def said(model):
-    """Level and longest words about the main operation, and the rank that it names."""
+    """Level and longest form of the sentence about the main operation, and the rank that it names."""
     sentence = model.main.sentence
     if sentence is None:
         return None
@@ -45,7 +45,7 @@ def said(model):
 
 
 def changed(rank, **values):
-    """Other values of a rank's operation."""
+    """Set values of the rank's operations."""
     rank.proc = replace(rank.proc, operations=tuple(replace(op, **values) for op in rank.proc.operations))
     return rank
 
@@ -104,7 +104,7 @@ def test_what_a_rank_waits_for_is_known_at_the_second_look_of_who_attaches_late(
     model, rank = Model(HIGH), Rank(0)
     for now, wait in ((1.5, ""), (2.0, "disk 97%")):
         moving(rank, now, GB)
-        for index, (_, thread) in enumerate(rank.proc.threads):  # the slots have served others before
+        for index, (_, thread) in enumerate(rank.proc.threads):  # earlier operations used the slots
             rank.thread(index, bytes_ever=thread.bytes_ever + GB, busy_ns=thread.busy_ns + 10**12)
         assert look(model, now, rank).rows[0].wait == wait
 
@@ -156,7 +156,7 @@ def test_a_stalled_rank_and_what_its_state_says(state, words):
     ("workers", "letter", "beats", "flags", "words"),
     [
         (ThreadState.IO, "S", True, 0, "rank 0: the storage has not answered for 4 s"),
-        (ThreadState.IO, "S", False, 0, "rank 0 has made no progress for 4 s"),  # as of a process that was frozen
+        (ThreadState.IO, "S", False, 0, "rank 0 has made no progress for 4 s"),  # like a frozen process
         (ThreadState.IO, "S", False, FLAG_NO_WORKERS, "rank 0: the storage has not answered for 4 s"),
         (ThreadState.SOURCE, "D", True, 0, "rank 0 has made no progress for 4 s: waits for memory (mmap, page faults)"),
         (ThreadState.SOURCE, "S", True, 0, "rank 0 has made no progress for 4 s: waits for the source"),
@@ -164,7 +164,7 @@ def test_a_stalled_rank_and_what_its_state_says(state, words):
     ],
 )
 def test_a_stalled_rank_waits_for_what_its_workers_last_began(workers, letter, beats, flags, words):
-    """Mutants: only the letter decides; a request in flight is blamed on the storage, whichever process is stopped."""
+    """Mutants: only the state letter decides; a request in flight blames the storage even if the process is stopped."""
     model, rank = Model(HIGH), Rank(0)
     watch(model, [rank], lambda _, rank, now: moving(rank, now, GB), end=3.0)
     (op,) = rank.proc.operations
@@ -296,7 +296,7 @@ def test_peers_wait_for_the_rank_that_is_at_work():
 
 
 def waiting(rank, now, kind, share, state, done=0):
-    """Its threads have waited for fsync or for bytes of others for a share of the time."""
+    """Make the rank's threads have waited for fsync, or for bytes of others, for `share` of the time."""
     rank.op(done, kind=2 if kind == "peer" else 1, phase=Phase.READ if kind == "peer" else Phase.WRITE, total=100 * GB)
     for index in range(rank.count):
         rank.thread(
@@ -315,7 +315,7 @@ def test_who_waits_for_bytes_of_others_says_so_and_is_no_straggler():
 
     model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
     waits = [(row.wait_kind, row.wait) for row in model.rows]
-    assert waits == [("disk", "disk 97%"), ("peers", "peers 90%"), ("peers", "peers 90%")], "with what goes on"
+    assert waits == [("disk", "disk 97%"), ("peers", "peers 90%"), ("peers", "peers 90%")], "what ranks wait for"
     assert said(model)[1] == "average 2.00 of 12.00 GB/s: 2 of 3 ranks wait for other ranks 90 %"
     tick = jsonout.Ticks().next(model)
     assert tick["ranks"][1]["threads"][0]["peers_wait"] == pytest.approx(0.9)
@@ -393,7 +393,7 @@ def test_the_copy_of_an_asynchronous_save():
     assert (row.state, row.progress, model.main.progress, model.main.done) == ("STAGE", 0.4, 0.4, 0)
     assert "stage 40%" in lines.table(model)
 
-    # One of two ranks writes: the figure is of the copy as long as that is the phase.
+    # One of two ranks writes: the percentage is the copy's as long as the phase is the copy.
     ranks = [Rank(0), Rank(1).op(3 * GB, Phase.WRITE)]
     each(0, ranks[0], 4.0)
     model = look(Model(HIGH), 4.0, *ranks)

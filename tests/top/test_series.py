@@ -1,4 +1,4 @@
-"""The graph's series: equal parts of the last minutes that do not change as time goes on."""
+"""The graph's series: equal parts of the last minutes, which stay the same as time goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastckpt_top.series import KEPT_S, Series
 
 
 def filled(seconds, rate, begin=1000.0):
-    """A look twice a second, `rate` of the time."""
+    """A series of two looks a second; `rate` maps the time to the rate."""
     series = Series()
     for tick in range(int(seconds * 2)):
         now = begin + tick / 2 + 0.01
@@ -42,7 +42,7 @@ def test_the_mean_of_all_parts_is_the_mean_of_the_time_and_a_short_peak_is_in_it
     assert len(written) == 50
     assert sum(written) * 12.0 == pytest.approx(100.0 * 0.5)
     assert sum(value > 0 for value in written) == 1
-    assert [value for value in written if value < 1e-6] == [0.0] * 49, "nothing is nothing"
+    assert [value for value in written if value < 1e-6] == [0.0] * 49, "no bytes give exactly zero"
 
 
 def test_less_is_known_at_the_beginning():
@@ -59,4 +59,4 @@ def test_looks_that_come_seldom_or_often_make_the_same_columns():
             series.add(100.0 + tick * step, 5.0, 0.0)
         assert abs(len(series.written) - 120) <= 4
     series.add(100.0 + 1e6, 5.0, 0.0)
-    assert len(series.written) == KEPT_S * 2, "a machine that slept"
+    assert len(series.written) == KEPT_S * 2, "after a machine's sleep, the series has its full length"

@@ -1,4 +1,4 @@
-"""Each thread against its share of the target, while it works and after that, at every size of screen."""
+"""Each thread beside its share of the target, during and after its work, at every screen size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastckpt_top.views.paint import Frame
 from fastckpt_top.views.state import Ui
 from painted import frame, plain, rank, thread
 
-# Saves, prints its report, and ends on command.
+# Saves, prints its report, and exits when its input is closed.
 SAVER = """
 import json, sys
 import numpy as np
@@ -38,7 +38,7 @@ def shown(model, size, **choices):
 
 @pytest.fixture
 def saved(place, tmp_path):
-    """A process that has saved: bytes and seconds of its report; it ends with its input."""
+    """A process that has saved, with the bytes and seconds of its report; it exits when its input is closed."""
     environment = os.environ | {"FASTCKPT_TOP_DIR": str(place)}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", SAVER, str(tmp_path / "step-7")]
@@ -55,7 +55,7 @@ def looked(place):
 
 
 def test_the_averages_of_the_threads_stay_when_a_real_save_has_ended_and_when_its_process_has(saved, place, tmp_path):
-    """Mutants: a thread without a current rate has none; a late start shows advice in place of the last save."""
+    """Mutants: a thread without a current rate has no average; a late monitor shows advice, not the last save."""
     child, (size, seconds) = saved
     for state in ("DONE", "EXIT"):
         model = looked(place)
@@ -76,7 +76,7 @@ def test_the_averages_of_the_threads_stay_when_a_real_save_has_ended_and_when_it
 
 
 def two_ranks(model, until=6):
-    """Two ranks of two threads; the second thread of the second one is slow."""
+    """Two ranks of two threads; the second rank's second thread is slow."""
     ranks = [Rank(0), Rank(1)]
     for tick in range(1, until):
         now = tick / 2
@@ -96,7 +96,7 @@ def test_the_pane_says_what_the_share_of_a_thread_is():
 
 @pytest.mark.parametrize("size", [(40, 8), (40, 10), (59, 15), (80, 24)], ids=str)
 def test_without_a_pane_the_slowest_thread_of_the_slowest_rank_has_a_line(size):
-    """Mutants: it is the first thread, or rank 0's."""
+    """Mutants: the line shows the first thread, or a thread of rank 0."""
     assert re.search(r"rank 1 w1[:,] 0\.20(/| of )0\.38( GB/s)? 53%", shown(two_ranks(Model()), size))
 
 
@@ -111,7 +111,7 @@ def test_at_64_ranks_each_has_its_threads_as_cells_and_a_word_says_their_scale()
 
 
 def test_no_figure_is_cut_to_another_one():
-    """Like a target of 0.75 to 0. Mutant: the label over the bars is cut if it does not fit."""
+    """A target of 0.75 must not appear as 0. Mutant: a label over the bars that does not fit is cut."""
     for size in range(1, 41):
         for target in (0.75e9, 0.375e9, 24e9, 123.4e9, 1e12):
             words = {0.75e9: "0.75", 0.375e9: "0.38", 24e9: "24", 123.4e9: "123.4", 1e12: "1000"}[target]

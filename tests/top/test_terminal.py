@@ -19,7 +19,7 @@ class Terminal:
     """A separate tmux server with one window."""
 
     def __init__(self, place):
-        # A server that is told to end still answers for a moment: no two have the same name.
+        # A server that has been told to exit still answers for a moment, so each has its own name.
         self.socket = f"fastckpt-top-{uuid.uuid4().hex}"
         self.place = place
 
@@ -46,7 +46,7 @@ class Terminal:
 
     def wait(self, pattern, seconds=60.0):
         found = eventually(lambda: re.search(pattern, self.screen()), seconds)
-        assert found, f"{pattern!r} never came:\n{self.screen()}"
+        assert found, f"{pattern!r} did not appear:\n{self.screen()}"
         return found
 
     def drawn(self, width, height):
@@ -131,7 +131,7 @@ def test_sixteen_colours_are_the_terminals_own(terminal):
     terminal.start("--demo", env="TERM=xterm COLORTERM=")
     terminal.wait("step-11800")
     shown = terminal.screen("-e")
-    assert not re.findall(r"\x1b\[[0-9;]*[34]8;[25];", shown), "no colours that it does not have"
+    assert not re.findall(r"\x1b\[[0-9;]*[34]8;[25];", shown), "the program uses no colours that the terminal lacks"
     for style, sign in (("32", "●"), ("35|95", "[⡀⠄⠂⠁]"), ("34|94", "█")):
         assert re.search(rf"\x1b\[[0-9;]*({style})m[^\x1b]*({sign})", shown), (style, sign)
     terminal.keys("c")
@@ -168,7 +168,7 @@ def test_inline_stays_under_the_prompt(terminal):
 
 
 def test_a_terminal_that_goes_without_a_signal_ends_it(place):
-    """Its controlling terminal is another one or none, like under a program without a user."""
+    """The monitor's terminal is not its controlling terminal, as under a program without a user."""
     ours, its = os.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "FASTCKPT_TOP_DIR": str(place)}
     command = [sys.executable, "-m", "fastckpt_top", "--demo"]

@@ -1,6 +1,6 @@
 """The painted screen, as text.
 
-FASTCKPT_TOP_GOLDEN=write writes the golden screens anew: look at them before you keep them.
+FASTCKPT_TOP_GOLDEN=write writes the golden screens anew. Inspect them before you commit them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_sorting_and_filters(replay):
     def ranks(**values):
         return [row.rank for row in Ui(**values).rows(model.rows)]
 
-    assert ranks()[:2] == [6, 5], "the worst first"
+    assert ranks()[:2] == [6, 5], "the worst rank is first"
     assert ranks(sort="rank") == list(range(8))
     assert ranks(filter="6") == [6]
     assert ranks(filter="threads") == [6]

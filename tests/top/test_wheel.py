@@ -1,4 +1,4 @@
-"""The wheel installs alone, into an environment without fastckpt, and shows a job of another one."""
+"""The wheel alone, in an environment without fastckpt, shows a job of another environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_wheel_installs_alone_and_shows_a_job(tmp_path, producer, place):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"fastckpt_top/py.typed", "fastckpt_top/schema.json", "fastckpt_top/views/live.py"} <= set(names)
     assert all(name.startswith("fastckpt_top") for name in names)
-    # Without its own pip, which takes longer to install than the wheel.
+    # No pip in the environment: its installation takes longer than the wheel's.
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     done = subprocess.run(

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from playing import Operation, Part, Process
 
 MOST = 40_010_000
-"""Bytes of a rank, as long as they are not known."""
+"""The most bytes of a rank whose size is unknown."""
 HEADERS = 8192
-"""The most bytes of the headers of a save's files: a failed save does not report them."""
+"""The most bytes of headers in a save's files: a failed save does not report them."""
 
 
 @dataclass
 class Bounds:
-    """A figure between two measurements."""
+    """The bounds of a figure, from two measurements."""
 
     least: float
     most: float
@@ -28,7 +28,7 @@ class Bounds:
 
 
 class Shown:
-    """An operation that is shown."""
+    """An operation that the monitor shows."""
 
     def __init__(self, operation, truth):
         self.operation, self.kind, self.label = operation, operation.kind, operation.label
@@ -62,12 +62,12 @@ class Shown:
 
     @property
     def how(self):
-        """Its end in the history: nothing after a success."""
+        """How the history describes the end of the operation: empty after a success."""
         bad = next((part.outcome for part in self.parts if part.outcome not in ("ok", "died")), "")
         return "died" if self.died else f"failed: {bad}" if bad else ""
 
     def _seconds(self):
-        """From the first rank's begin to the last one's end, at most and at least."""
+        """The most and the least seconds from the first rank's start to the last rank's end."""
         told = [part.told for part in self.parts]
         first, last = min(one["begun"] for one in told), max(one["ended"] for one in told)
         if not all("least" in one for one in told):
@@ -77,18 +77,18 @@ class Shown:
         return last - first, max(lasts - firsts, *(one["least"] for one in told), 1e-6)
 
     def reaches(self, target):
-        """Whether it reaches a target per GPU; a running one is known to be slow."""
+        """Whether the operation reaches a target per GPU; a running operation is known to be slow."""
         if self.average is None:
             return False
         wanted = target * self.gpus
-        assert not self.average.least <= wanted <= self.average.most, "a target that it clearly reaches or misses"
+        assert not self.average.least <= wanted <= self.average.most, "the target is too close to the average"
         return self.average.least > wanted
 
     def fine(self, target):
         return not self.failed and (self.empty or self.copies or self.reaches(target))
 
     def said(self, target, safe):
-        """The beginning of its sentence, as a pattern, and its level; None if it runs and the time decides."""
+        """Level and pattern for the beginning of its sentence; None if it runs and its sentence depends on the time."""
         where = f" in {self.label}"
         if self.died:
             end = "cannot be completed" if self.running else "was not completed"
@@ -161,7 +161,7 @@ class Truth:
 
     @staticmethod
     def alive(job):
-        """The living processes that have begun to save."""
+        """The living processes of a job that have begun to save."""
         return [process for process in job.processes if process.alive and process.parts]
 
     def again(self, process):
@@ -183,7 +183,7 @@ class Truth:
         return job in self.dead or all(self.again(part.process) for part in last.parts)
 
     def _operations(self):
-        """Those that run, the oldest first and copies last; then of each job the last, and its last copy."""
+        """Running operations, oldest first and copies last; then each job's last ended operation and last copy."""
         running = [one for job in self.jobs for one in job.operations if one.running]
         running.sort(key=lambda one: (one.kind == "drain", one.begun))
         ended = []
@@ -204,7 +204,7 @@ class Truth:
         return [one for one in operations if one.running or (one.operation.job.launch, one.copies) not in running]
 
     def rows(self, job):
-        """Its rows, in the order of ranks: the operations in which a process is or died, else its last one."""
+        """The job's rows by rank: the operations in which a process is or died, otherwise its last operation."""
         last = max(job.operations, key=lambda one: (not one.running, one.ended))
         busy = {part.process for one in job.operations if one.running for part in one.parts}
         members = set() if self.alive(job) else {part.process for part in last.parts}
@@ -234,7 +234,7 @@ class Truth:
         return {"done", "idle"} if part.process.alive else {"exit"}
 
     def counts(self, job):
-        """Its living and dead processes, and the living ones."""
+        """The number of the job's living and dead processes, and of the living ones."""
         alive = len(self.alive(job))
         return alive + len({row.process for row in self.rows(job) if row.states == {"dead"}}), alive
 
@@ -243,7 +243,7 @@ class Truth:
         return max(len(counted), *(one.gpus for one in self.of(job) if one.missing), 0)
 
     def safe(self, job):
-        """Where the last step is safe: label, and when it became so, at the least and at the most."""
+        """Where the last step is safe, with its label and the earliest and latest time at which it became safe."""
         found = {}
         for one in sorted(job.operations, key=lambda one: one.ended):
             if all(part.outcome == "ok" for part in one.parts):
@@ -255,7 +255,7 @@ class Truth:
         return found
 
     def safely(self, one, tick):
-        """The text for where the last step is safe; its times are those of the tick."""
+        """The text that says where the last step is safe, with the times from the tick."""
         safe = self.safe(one.operation.job)
         if "local" not in safe or not ("remote" in safe or one.copies):
             return ""
@@ -266,11 +266,11 @@ class Truth:
         return f"last step safe at: local {at['local']}, remote {there}"
 
     def key(self, job):
-        """Its name in a first look at everything."""
+        """The job's key in a first look at everything."""
         first = min((process for process in job.processes if process.parts), key=_place)
         return f"{job.name}:{first.pid}"
 
     def status(self, target):
-        """The exit status of `--check`."""
+        """The expected exit status of `--check`."""
         judged = self.judged(self.operations)
         return 3 if not judged else 0 if all(one.fine(target) for one in judged) else 1

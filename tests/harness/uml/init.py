@@ -1,10 +1,10 @@
-"""The first process of a user-mode Linux: an NFSv4.2 server, two clients of it, and a program between them.
+"""The first process of a user-mode Linux: starts an NFSv4.2 server, two clients, and a program that uses both.
 
     init.py UML OUT
 
-``UML`` is the directory of ``fetch``, ``OUT`` a directory of the host: ``program`` there has the command (JSON), and
-the log goes there.
-Nothing but the standard library: this runs before anything is set up. Ends by switching the machine off.
+``UML`` is the directory of ``fetch``. ``OUT`` is a directory of the host, where ``program`` has the command (JSON) and
+the log is written.
+Uses only the standard library, because nothing is set up yet. At the end it switches the machine off.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import time
 import traceback
 from pathlib import Path
 
-FINIT_MODULE = 313  # of x86-64, the only processor with a user-mode Linux
+FINIT_MODULE = 313  # on x86-64, the only architecture here with a user-mode Linux
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-# In this order: each needs those before it.
+# The order matters: each module needs the modules before it.
 MODULES = [
     *("net/sunrpc/sunrpc", "fs/nfs_common/grace", "fs/lockd/lockd", "fs/nfs_common/nfs_acl", "lib/oid_registry"),
     *("net/sunrpc/auth_gss/auth_rpcgss", "fs/nfsd/nfsd", "fs/netfs/netfs", "fs/fscache/fscache", "fs/nfs/nfs"),
@@ -33,7 +33,7 @@ CLIENTS = ("a", "b")
 
 
 def run(*command: str, **options: object) -> None:
-    """A command that must succeed."""
+    """Run a command that must succeed."""
     subprocess.run(command, check=True, **options)  # type: ignore[call-overload]
 
 
@@ -53,7 +53,7 @@ def load_modules(uml: Path) -> None:
 
 
 def serve(uml: Path) -> None:
-    """Export the disk over NFSv4.2 on the loopback."""
+    """Export the disk by NFSv4.2 on the loopback."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     mount("ext4", "/run/disk", source="/dev/ubda")
@@ -66,7 +66,7 @@ def serve(uml: Path) -> None:
         Path("/var/lib/nfs", file).touch()
     mount("rpc_pipefs", "/var/lib/nfs/rpc_pipefs")
     mount("nfsd", "/proc/fs/nfsd")
-    # A new server waits for the clients of its predecessor.
+    # A new server waits for clients of its predecessor; the shortest times are set.
     for setting in ("nfsv4gracetime", "nfsv4leasetime"):
         Path("/proc/fs/nfsd", setting).write_text("10", encoding="ascii")
     programs = uml / "usr/sbin"
@@ -80,7 +80,7 @@ def serve(uml: Path) -> None:
 
 
 def connect() -> None:
-    """Two mounts that share nothing: neither a cache nor, thanks to the identifiers, a client name."""
+    """Make two mounts that share neither a cache nor, because of their identifiers, a client name."""
     for number, client in enumerate(CLIENTS, start=1):
         Path("/sys/fs/nfs/net/nfs_client/identifier").write_text(f"client {client}", encoding="ascii")
         address = f"127.0.0.{number}"
@@ -104,7 +104,7 @@ def main(uml: Path, out: str) -> None:
     mount("proc", "/proc")
     mount("sysfs", "/sys")
     mount("tmpfs", "/run")
-    # Not over /tmp: the program may be there.
+    # /tmp stays visible, because the program may be there.
     Path("/run/tmp").mkdir()
     os.environ["TMPDIR"] = "/run/tmp"
     mount("tmpfs", "/dev/shm")
@@ -117,7 +117,7 @@ def main(uml: Path, out: str) -> None:
     connect()
     program = json.loads(Path("/run/out/program").read_text(encoding="utf-8"))
     child = subprocess.Popen([sys.executable, *program])
-    # The first process inherits all orphans.
+    # The first process inherits all orphans, and reaps them.
     while os.waitpid(-1, 0)[0] != child.pid:
         pass
 
@@ -129,7 +129,7 @@ if __name__ == "__main__":
         traceback.print_exc()
         raise
     finally:
-        # Should the first process end, the kernel would panic.
+        # If the first process ended, the kernel would panic.
         os.sync()
         Path("/proc/sysrq-trigger").write_text("o", encoding="ascii")
         time.sleep(60)

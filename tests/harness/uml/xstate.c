@@ -1,6 +1,6 @@
-/* Preloaded into user-mode Linux. Its kernel keeps the state of vector registers in 2,696 bytes and hands that back;
-   a processor with more (AMX) makes the host refuse what is not whole: "ptrace set fp regs failed, errno = 14". This
-   fills up what it hands back with what the process has. */
+/* Preloaded into user-mode Linux. Its kernel keeps the state of vector registers in 2,696 bytes and sets it again;
+   on a CPU with a larger state (AMX), the host refuses an incomplete one: "ptrace set fp regs failed, errno = 14".
+   So this library completes the state with the current values of the process. */
 
 #define _GNU_SOURCE
 #include <cpuid.h>
@@ -14,12 +14,12 @@
 
 enum { ROOM = 1 << 16, FEATURES = 512, LEAF = 13 };
 
-/* The bits of those features whose registers lie within the first `size` bytes. Asked once: CPUID is slow in a VM. */
+/* The bits of the features whose registers lie in the first `size` bytes, cached because CPUID is slow in a VM. */
 static uint64_t features_within(size_t size) {
     static uint64_t known;
     static size_t known_for;
     if (known_for != size) {
-        known = 3; /* x87 and SSE have places of their own */
+        known = 3; /* x87 and SSE have fixed places */
         known_for = size;
         for (unsigned bit = 2; bit < 63; bit++) {
             unsigned length, offset, flags, unused;
