@@ -44,7 +44,7 @@ const LOCAL: [u64; 11] = [
     0x3153_464A,
     0x3434,
 ];
-/// CephFS: its locks span machines with any mount options.
+/// `CephFS`: its locks span machines with any mount options.
 const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
