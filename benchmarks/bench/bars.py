@@ -1,4 +1,4 @@
-"""The demands on the figures. ``--check`` exits with 1 when one is missed, or was not measured."""
+"""The bars on the figures. ``--check`` exits with 1 when a bar is missed or was not measured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bar:
-    """A demand on a figure.
+    """A limit that a figure must keep or reach.
 
     Attributes:
-        what: the figure, in words.
+        what: a description of the figure.
         measured: its value, or None if the run lacks the data for it.
         limit: the demanded value.
         at_least: whether the figure must reach the limit; else it must not exceed it.
@@ -67,8 +67,8 @@ def over_best(
 ) -> Bar:
     """Return the bar on the rate of ``ours`` over that of the best peer at ``peers_operation``, by default the same.
 
-    It also shows the ratio of the raw device to that peer, because no contender can do much better. ``among``
-    names the peers in ``results`` if these are not all.
+    The bar also shows the ratio of the raw device to that peer, because no contender can do much better. ``among``
+    names the peers in ``results`` if some peers are missing there.
     """
     best = best_peer(results, peers_operation or operation)
     name, rate = best or ("the best peer", None)
@@ -80,7 +80,7 @@ def over_best(
 
 
 def hot_bars(results: Results) -> list[Bar]:
-    """Return the bars on hot loads: like is compared with like.
+    """Return the bars on hot loads, which compare mapped loads with mapped loads and copies with copies.
 
     A peer that maps the file has copied and checked nothing yet; our mapping load is compared with it. If a
     load ends with writes, mapped pages are copied as well, and no contender counts as mapping.
@@ -104,7 +104,7 @@ def of_raw(results: Results, operation: str, limit: float, name: str = "fastckpt
 
 
 def cpu(results: Results, name: str, operation: str, limit: float) -> Bar:
-    """Return the bar on CPU seconds a GB."""
+    """Return the bar on CPU seconds per GB."""
     measured = figure(results, name, operation, "cpu_seconds_per_gigabyte")
     return Bar(f"{operation}: CPU seconds per GB, {name}", measured, limit, at_least=False)
 

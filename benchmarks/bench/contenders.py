@@ -1,9 +1,9 @@
 """The contenders: fastckpt, the raw device, and the peers from torch and safetensors. bench.peers has more.
 
 A contender saves a state, loads it, and loads it into existing memory. Its constructor imports its library and
-raises ImportError if that is missing. A save ends when an fsync of every file and of the directory has returned, or
-it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is also
-atomic, and pays for it.
+raises ImportError if that is missing. A save ends when an fsync of every file and of the directory has returned:
+otherwise it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is
+also atomic, and pays for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAT = frozenset({"model", "one", "huge", "many", "small"})
 NESTED = FLAT | {"optimizer"}
-TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
+TENSORS_ONLY = "it stores only a flat dict of tensors, and this state is not one"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Contender:
 
     Attributes:
         title: its name in tables.
-        kinds: the workloads that it can store.
-        refusal: why it cannot store the others.
+        kinds: the kinds of workloads that it can store.
+        refusal: why it cannot store other kinds.
         saves: whether it saves at all; a contender that does not loads files of safetensors.
         note: a note for readers of its figures, or an empty string.
         is_device: whether it is the storage itself, which moves bytes without a state.
@@ -78,7 +78,7 @@ class Contender:
     is_device = False
 
     def warm_up(self, path: Path) -> None:
-        """Test once, outside the timing, what works here; may write the directory ``path``."""
+        """Find out once, outside the timing, which options work here; may write to the directory ``path``."""
 
     def save(self, state: Any, path: Path) -> Notes:
         """Make ``state`` durable in the new directory ``path``."""
@@ -192,7 +192,7 @@ class Dcp(Contender):
         return {}
 
     def load(self, path: Path) -> Any:
-        # It only loads into existing tensors; its own converter to torch.save makes them in this way.
+        # DCP only loads into existing tensors; its own converter to torch.save makes them in this way.
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -278,7 +278,7 @@ class Fastckpt(Contender):
         self.report: Any = None
 
     def save(self, state: Any, path: Path) -> Notes:
-        # Tensors are not split: with room for one more, each shard holds its share, and their number is right.
+        # A tensor is never split. A limit of one share plus the largest tensor gives the right number of shards.
         split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
         report = self.library.save(state, path, io=self.io, files=self.library.Files(**split))
         self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
@@ -304,7 +304,7 @@ class Fastckpt(Contender):
 
 
 class Raw(Contender):
-    """The device itself. Its notes hold the accounts, which replace the outside measurements."""
+    """The device itself. Its notes hold the figures of the tool, which replace the measurements of this process."""
 
     title = f"raw device ({transfer_name()})"
     kinds = NESTED | {"numpy"}

@@ -38,7 +38,7 @@ class Device:
             if not standin.AVAILABLE:
                 raise ImportError("the stand-in device needs torch 2.10 or newer")
         self.name = name
-        # With a number, because the device of a tensor has one in torch, and the two must be equal.
+        # The name has an index, because the device of a torch tensor has one, and the two must be equal.
         self.device = torch.device("cpu" if name == "cpu" else f"{name}:0")
         self.module = None if name == "cpu" else torch.get_device_module(self.device)
         if name == "cuda":
@@ -56,7 +56,7 @@ class Device:
             self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Give back device memory that is kept for future tensors."""
+        """Release device memory that torch keeps for future tensors."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
@@ -150,8 +150,8 @@ class Link:
 
 
 def measure_link(device: Device, size: int, rounds: int) -> dict[str, Any]:
-    """Return the link's rates in GB/s: ``d2h`` and ``h2d``, of pinned and of pageable memory, in large and in 16 MiB
-    pieces; interleaved, medians.
+    """Return the link's rates in GB/s, ``d2h`` and ``h2d``, with pinned and with pageable memory, in large and in 16
+    MiB pieces: medians of interleaved rounds.
     """  # noqa: D205 - one sentence
     size = max(size, 16 * MIB)
     links = {

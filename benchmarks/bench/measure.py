@@ -1,4 +1,4 @@
-"""The accounts of one timed call, taken inside the process that makes it.
+"""Measures one call from inside the process that makes it: time, CPU, page faults and memory.
 
 - **CPU** is user and system time of all threads of the process, without the kernel's writeback of buffered writes,
   which favours contenders that write through the page cache.
@@ -89,7 +89,7 @@ def give_back_freed_memory() -> None:
 
 
 def measure(call: Callable[[], Any], kept: Callable[[Any], int] = lambda _: 0) -> tuple[Sample, Any]:
-    """Run ``call`` once; return its accounts and its result.
+    """Run ``call`` once; return its sample and its result.
 
     ``kept`` returns how many bytes of the result are not extra memory. The sample's ``bytes`` are still 0.
     """

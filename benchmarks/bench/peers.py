@@ -1,4 +1,4 @@
-"""Peers that are installed apart from the project, each with its settings here and the reasons for them."""
+"""Peers that are installed separately from the project, each with its settings and the reasons for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchCheckpointing(Contender):
         self.manager = self.make(direct=True)
 
     def make(self, *, direct: bool) -> Any:
-        """Return a manager with its O_DIRECT on, the default, or off."""
+        """Return a manager with O_DIRECT on (its default) or off."""
         config = self.library.CheckpointManager.Config(
             items={"state": self.library.ItemSpec()},
             save=self.saver(),
@@ -65,7 +65,7 @@ class LoadsSafetensors(Contender):
     """A peer that only loads a file that safetensors writes outside the timing."""
 
     saves = False
-    note = "loads only, what safetensors has written"
+    note = "only loads, from files that safetensors wrote"
 
     def save(self, state: Any, path: Path) -> Notes:
         import safetensors.torch

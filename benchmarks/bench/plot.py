@@ -47,7 +47,7 @@ def pyplot() -> Any:
             "axes.spines.right": False,
             "legend.frameon": False,
             "lines.linewidth": 1.6,
-            # Text stays text: small files, and the reader's fonts. The same figures give the same file.
+            # Text stays text, for small files in the reader's fonts. A fixed salt gives equal files for equal figures.
             "svg.fonttype": "none",
             "svg.hashsalt": "fastckpt",
         }
@@ -110,7 +110,7 @@ def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
     """Draw one panel for each entry: ``title``, ``x`` and ``y`` (labels), ``log`` and ``lines``.
 
     ``lines`` maps ``(contender, quantity)`` to points (x, y). Each contender has a colour, each quantity a dash. Words
-    on the x axis stand at equal distances. ``log`` names the logarithmic axes: ``x``, ``xy`` or nothing.
+    on the x axis have equal distances. ``log`` names the logarithmic axes: ``x``, ``xy`` or nothing.
     """
     plt = pyplot()
     columns = min(2, len(panels))

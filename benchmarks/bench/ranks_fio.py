@@ -59,7 +59,7 @@ class Fio:
         command += ["--ioengine=io_uring", "--thread", f"--numjobs={self.jobs}", f"--size={part}"]
         command += [f"--offset_increment={part}", f"--filename={path}", "--group_reporting", "--output-format=json"]
         if kind == "write":
-            # The whole file exists before; only the writing is timed.
+            # The whole file is allocated first; only the writing is timed.
             command += ["--end_fsync=1"]
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, part * self.jobs)
