@@ -1,4 +1,4 @@
-"""docs/reliability.md, from docs/reliability.json: the result of a campaign."""
+"""Makes docs/reliability.md from docs/reliability.json, the results of campaigns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
 
 _HEAD = """# What survives
 
-For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats it in a
-checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) says how.
+For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats this in
+a checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) describes how.
 
 A trial is one fault and the check after it. The record of acknowledged saves is kept outside the program under test. 0
 violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. If a
@@ -25,7 +25,7 @@ commit is the last one that changed the product before the run.
 
 
 def write(source: Path, data: Path = DATA) -> None:
-    """Take over the results of a campaign, row by row, and write the page."""
+    """Add the results of a campaign to the data, row by row, and write the page."""
     document = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {"rows": {}, "mutants": {}}
     found = json.loads(source.read_text(encoding="utf-8"))
     about = {name: found[name] for name in ("date", "commit", "tier", "machine")}
@@ -49,7 +49,7 @@ def write(source: Path, data: Path = DATA) -> None:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     made = [_HEAD, "## Promises", "", "| | promise | fault | trials | violations | violation rate |"]
     made.append("|---:|---|---|---:|---:|---|")
     for row in rows().values():
@@ -73,8 +73,8 @@ def page(document: dict[str, Any]) -> str:
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
 _MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard removed at a time, and
-the rows must detect it. Each mutant is caught. The file system decides when a missing sync shows. For a shard, whose
-blocks are allocated beforehand, it shows at once on btrfs, but on ext4 and XFS only if the device completes late.
+the rows must detect this. Each mutant is caught. The file system decides when a missing sync shows: for a shard, whose
+blocks are allocated beforehand, at once on btrfs, but on ext4 and XFS only if the device completes writes late.
 """
 
 

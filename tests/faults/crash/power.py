@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: States of one recording.
 STATES = 20
-#: In one state out of this many the next save is made, too.
+#: In one state out of this many, the trial also makes the next save.
 SWEPT = 4
 
 
@@ -25,7 +25,7 @@ def _newest(marks: list[str], word: str) -> int:
 
 
 def _look(scene: Scene, state: states.State, shelf: disks.Shelf, kind: str, *, swept: bool) -> str:
-    """The fault of a state, or nothing."""
+    """Return the fault of a state, or an empty string."""
     try:
         shelf.put(state.image, state.used)
         begun, acknowledged = _newest(state.marks, "begun"), _newest(state.marks, "acknowledged")
