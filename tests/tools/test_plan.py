@@ -1,4 +1,4 @@
-"""``fastckpt.tools.plan`` and the command that shows it."""
+"""``fastckpt.tools.plan`` and its command."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: p
     assert plan.bytes == files > 400_000
     assert plan.parameters is None
     assert call_json(capsys, "plan", "--checkpoint", tmp_path / "c", "--gpus", 8)["bytes"] == files
-    # The smallest checkpoint: a header.
+    # The smallest checkpoint has only a header.
     fastckpt.save({}, tmp_path / "empty")
     assert fastckpt.tools.plan(checkpoint=tmp_path / "empty", gpus=8).bytes > 0
 
@@ -299,7 +299,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_a_node_is_what_a_save_in_the_background_takes(tmp_path: Path) -> None:
-    """Measured in the process, not by the formula, since the memory stays after a save. Ranks: tests/ranks."""
+    """The test measures the process, whose memory stays after a save, not the formula. For ranks, see tests/ranks."""
     code = """
 import pathlib, re, sys, numpy, fastckpt
 def anonymous():
