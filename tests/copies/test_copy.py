@@ -42,7 +42,7 @@ def test_a_second_copy_does_nothing_and_says_so(saved, tmp_path):
     assert report.bytes == 0
     assert str(report) == f"nothing to copy: {target} holds the checkpoint of {source} already"
     assert {file: Path(target, file).stat().st_ino for file in FILES} == before
-    # A copy without a file is not the same.
+    # A copy that lacks a file is not the same checkpoint.
     Path(target, SHARDS[1]).unlink()
     assert not fastckpt.copy(source, target, overwrite=True).was_there
     assert value_at(target) == 1
