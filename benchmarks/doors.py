@@ -12,9 +12,9 @@ Each framework saves the same Llama with Adam's moments, in single precision, wi
 - **resume**: seconds in which the framework loads model, optimizer and schedule from the disk. The checkpoint is
   dropped from the page cache first. torchtitan loads a given step.
 
-Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
-round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
-``scripts/setup`` installs; Ray Train, which runs in separate processes, also ``pip install --group ray``.
+Every tensor changes before each save. torchtitan has no adapter, so tensors have its own names. Figures are medians
+without the first round; the host backs the page cache (benchmarks/README.md). GB is 10^9 bytes. ``scripts/setup``
+installs the frameworks except Ray Train, which runs in separate processes: ``pip install --group ray``.
 """
 
 from __future__ import annotations

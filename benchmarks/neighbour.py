@@ -3,9 +3,9 @@
     python benchmarks/neighbour.py --size 2 --rounds 5 --check
 
 A reader in a separate process endlessly reads a file with O_DIRECT, ``--reader-depth`` blocks of 4 MiB in flight, and
-counts the bytes. Each round measures it alone, beside a save with ``bandwidth_limit`` set to ``--share`` of the disk's
-write rate (fio, median of three, at the start), and beside a save without a limit; and the limited save alone. The save
-runs in a separate process, so that it shares no interpreter. The bars: beside the limited save, the reader keeps at
+counts the bytes. Each round measures the reader alone, beside a save with ``bandwidth_limit`` at ``--share`` of the
+disk's write rate (fio, median of three, at the start) and beside an unlimited save; and the limited save alone. Saves
+run in a separate process, so that they share no interpreter. The bars: beside the limited save, the reader keeps at
 least half of the rate that it has alone. The limited save alone is within a tenth of its limit; beside the reader it is
 at most a tenth above. How far it stays below depends on the disk and its scheduler: mq-deadline serves reads first, and
 a reader with several blocks in flight leaves little for a save. Figures are medians; ratios are from the same round.

@@ -700,7 +700,8 @@ import fastckpt
 from harness.internals import Job
 
 def broken(job):
-    time.sleep(0.2)  # the program has reached its end by then raise OSError(5, "the disk is gone")
+    time.sleep(0.2)  # the program has reached its end by then
+    raise OSError(5, "the disk is gone")
 
 def save(path):
     Job._write = broken

@@ -15,7 +15,7 @@ from faults.rows import rows
 def main() -> int:
     """Run the requested rows; return 1 if a promise was broken or a mutant was not caught."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.faults", description="Inject faults and count lost saves."
+        prog="python -m tests.faults", description="Inject faults, and count the lost saves."
     )
     parser.add_argument("--tier", choices=TIERS, default="fast")
     parser.add_argument("--row", type=int, action="append", help="number of a row; repeat for several rows")
