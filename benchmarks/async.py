@@ -15,8 +15,8 @@ Four things are measured, each as a ratio within one run:
   everything, so only their time to durability includes an fsync of every file and directory. Contenders take turns, and
   each round begins with a different contender.
 - **Step time** of a training loop of matrix products with and without a save in the background,
-  ``IO(threads=1, nice=10)``; torch has the cores of the machine. The stall is not part of a step and is reported beside
-  it.
+  ``IO(threads=1, nice=10)``; torch may use all cores of the machine. The stall is not part of a step and is reported
+  beside it.
 
 Medians; GB is 10^9 bytes. ``--check`` exits with 1 when a bar is not met.
 """
@@ -142,7 +142,7 @@ class TorchCheckpointing:
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         config = CheckpointManager.Config(
             save=AsyncCheckpointSaverConfig(staging_config=staging),
-            # Its direct I/O writes from unaligned addresses, which ext4 refuses.
+            # torch_checkpointing's direct I/O writes from unaligned addresses, which ext4 refuses.
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         )
         self.manager: Any = config.build()
@@ -162,7 +162,7 @@ class TorchCheckpointing:
 
 
 def contenders(threads: int) -> dict[str, Callable[[State, Path], tuple[float, float]]]:
-    """All contenders that can run here."""
+    """Return all contenders that can run here."""
     found: dict[str, Any] = {
         "fastckpt": partial(ours, threads=threads),
         "fastckpt, lazy": partial(ours, threads=threads, lazy=True),
@@ -222,7 +222,7 @@ def measure_saves(state: State, directory: Path, rounds: int, threads: int) -> d
 
 
 def measure_steps(state: State, directory: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """Step times of a loop with and without saves in the background, in turns."""
+    """Measure step times of a loop with and without saves in the background, in turns."""
     width = 768
     weights = [torch.randn(width, width, requires_grad=True) for _ in range(6)]
     inputs = torch.randn(256, width)

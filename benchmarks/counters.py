@@ -1,4 +1,4 @@
-"""The cost of the live counters: the same save with and without them, in turn.
+"""The cost of the live counters: the same save with and without counters, in turn.
 
     python benchmarks/counters.py --size 1 --rounds 10
 

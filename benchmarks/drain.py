@@ -78,7 +78,7 @@ def forget(directory: Path) -> None:
 
 
 def step_of(seconds: float) -> Callable[[], float]:
-    """A step of about ``seconds`` on one thread; returns how long it took."""
+    """Return a step of about ``seconds`` on one thread, which returns how long it took."""
     torch.set_num_threads(1)
     width, turns = 512, 1
     left, right = torch.randn(width, width), torch.randn(width, width)

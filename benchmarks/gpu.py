@@ -7,7 +7,7 @@ Parts:
 - ``link``: the rates of pinned and pageable copies between host and device: the limit of everything else.
 - ``disk``: save and load on ``--directory``: fastckpt and the installed peers, each in its own process,
   in turns with the storage alone and the link alone. Bars: at least 0.95 of the slower of the two.
-- ``tmpfs``: the same, for a ``--directory`` in memory. Bars: at least 0.8 of the link.
+- ``tmpfs``: the same as ``disk``, for a ``--directory`` in memory. Bars: at least 0.8 of the link.
 - ``counts``: calls of the core into Python, bytes that the processor copied, how long the interpreter's lock was not
   available, and memory, for a state of large tensors and a state of very many small ones.
 - ``training``: the cost of an asynchronous save for a training loop: stall, device time, step time.
@@ -138,7 +138,7 @@ def fit(device: Device, size: int, result: Result) -> int:
 
 
 def storage_rate(directory: Path, size: int) -> float:
-    """Return the write or read rate of the storage in bytes a second, whichever is less."""
+    """Return the lower of the write and the read rate of the storage, in bytes per second."""
     storage, file = raw.Device(), directory / "probe"
     try:
         seconds = max(
@@ -225,7 +225,7 @@ def rate(figures: dict[str, Any] | None) -> str:
 
 
 def amount(figures: dict[str, Any] | None, key: str) -> str:
-    """Return another figure for a table."""
+    """Return a figure that is not a rate for a table."""
     value = figures.get(key) if figures else None
     return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
 

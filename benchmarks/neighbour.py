@@ -90,7 +90,7 @@ class Reader:
             time.sleep(0.05)
 
     def rate_while(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Return its read rate in bytes a second during the call, and the call's result.
+        """Return the reader's rate in bytes per second during the call, and the call's result.
 
         The measurement continues until a block was read: on a busy machine, that may take longer than a short call.
         """

@@ -89,7 +89,7 @@ def measure(directory: Path, size: int, rounds: int, dim: int | None) -> dict[st
     states = {"full": state, "same": state, "tuned": {"model": {**state["model"], "head.weight": head}}}
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     last: dict[str, Path | None] = dict.fromkeys(WAYS)
-    # The first two saves of a chain find the unchanged tensors.
+    # The first two saves of a chain detect the unchanged tensors, and are not measured.
     for number in range(-2, rounds):
         for turn in range(len(WAYS)):
             way = WAYS[(number + turn) % len(WAYS)]

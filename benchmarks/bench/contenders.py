@@ -35,8 +35,7 @@ TENSORS_ONLY = "it stores only a flat dict of tensors, and this state is not one
 class Spec:
     """A contender's name, keyword arguments and environment.
 
-    The ``registry()`` of ``module`` has its class. Its process imports from the directory ``site`` before any
-    other.
+    The ``registry()`` of ``module`` has its class. Its process imports from the directory ``site`` first.
     """
 
     name: str
@@ -48,12 +47,12 @@ class Spec:
 
     @property
     def kind(self) -> str:
-        """The name of its class in the registry: the part before a colon."""
+        """The name of the contender's class in the registry: the part before a colon."""
         return self.name.partition(":")[0]
 
     @property
     def contender(self) -> type[Contender]:
-        """Its class, from the registry of ``module``."""
+        """The contender's class, from the registry of ``module``."""
         found: type[Contender] = importlib.import_module(self.module).registry()[self.kind]
         return found
 
@@ -62,7 +61,7 @@ class Contender:
     """The base class of contenders.
 
     Attributes:
-        title: its name in tables.
+        title: the name of the contender in tables.
         kinds: the kinds of workloads that it can store.
         refusal: why it cannot store other kinds.
         saves: whether it saves at all; a contender that does not loads files of safetensors.
@@ -94,7 +93,7 @@ class Contender:
         return state
 
     def take_notes(self) -> Notes:
-        """Return its notes about the last load, and forget them."""
+        """Return and clear the contender's notes about the last load."""
         return {}
 
     def finish(self, loaded: Any, *, write: bool) -> None:
@@ -378,7 +377,7 @@ def environment(spec: Spec) -> Iterator[None]:
     """Set the variables and the import path for processes that start meanwhile."""
     former, path = {name: os.environ.get(name) for name in spec.environment}, sys.path.copy()
     os.environ.update(spec.environment)
-    # A process that is spawned gets the path of this one.
+    # A spawned process gets the import path of this process.
     sys.path[:0] = [spec.site] if spec.site else []
     try:
         yield

@@ -21,14 +21,14 @@ from fastckpt._tools.bench import caches, raw
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Bytes a second; a slower operation counts as hanging.
+# Bytes per second; a slower operation counts as hung.
 SLOWEST = 10 * MB
 
 # -- the raw device ----------------------------------------------------------------------------------------------------
 
 
 def transfer(path: Path, size: int, kind: str) -> dict[str, Any]:
-    """Write (``kind`` is ``write``) or read ``size`` bytes as fast as the device does; return the accounts."""
+    """Write (``kind`` is ``write``) or read ``size`` bytes as fast as the device does; return the measurements."""
     return (fio if shutil.which("fio") else direct_io)(path, size, kind)
 
 
@@ -43,7 +43,7 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
     options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
     options.append("--thread")  # so that a kill also ends its job
     command = ["fio", *options, f"--size={size}", f"--filename={path}", "--output-format=json"]
-    # With small pages requests are smaller, and some devices are then half as fast.
+    # With small pages, requests are smaller, and some devices are half as fast.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     limit = 60 + size / SLOWEST
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=limit)
@@ -89,9 +89,9 @@ SHARE = 0.75
 def back_memory(size: int) -> None:
     """Touch ``size`` bytes of memory and free them, so that the next contender gets free pages that the host backs.
 
-    A host may take free pages back from a virtual machine, and their next touch then costs seconds a GB. A contender
-    that saved through the page cache would reuse its recently dropped pages, and only the others would pay. If less
-    than ``size`` is free, three quarters of the free memory are touched.
+    A host may reclaim free pages of a virtual machine, and their next touch costs seconds per GB. A contender that
+    saved through the page cache would reuse its recently dropped pages, and only the others would pay. If less than
+    ``size`` is free, three quarters of the free memory are touched.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     size = max(mmap.PAGESIZE, min(size, int(free * SHARE)))

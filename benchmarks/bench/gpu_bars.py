@@ -50,7 +50,7 @@ def elsewhere(device: str) -> str:
 
 
 def ratios(outcome: Outcome, operation: str, limits: tuple[str, ...]) -> float | None:
-    """Return the median over rounds of our rate over the least of the rates of ``limits`` in the same round."""
+    """Return the median over rounds of fastckpt's rate over the lowest rate of ``limits`` in the same round."""
 
     def rates(name: str) -> list[float]:
         return [sample.bytes / sample.seconds for sample in outcome.samples.get(name, {}).get(operation, [])]
@@ -61,7 +61,7 @@ def ratios(outcome: Outcome, operation: str, limits: tuple[str, ...]) -> float |
 
 
 def transfer_bars(outcome: Outcome, device: str, *, memory: bool) -> list[DeviceBar]:
-    """Return the bars on saves and loads: on a disk beside storage and link, in memory beside the link."""
+    """Return the bars on saves and loads: relative to storage and link on a disk, and to the link in memory."""
     limits, least = (("link",), TMPFS) if memory else (("raw", "link"), DISK)
     place, of = ("tmpfs", "the pinned link") if memory else ("disk", "min(storage, link)")
     return [
@@ -102,7 +102,7 @@ def training_bars(found: dict[str, Any]) -> list[DeviceBar]:
         stall = 1e3 * max(lazy["call"] + lazy["held"], lazy.get("reported", 0.0))
         lost = lazy["lost"]
     small = "" if found["bytes"] >= STALL_BYTES else f"the state has only {found['bytes'] / GB:.3g} GB"
-    # Windows differ by chance; a difference within that range does not count.
+    # Windows differ by chance; a difference within the noise does not count.
     hidden = max(0.0, found["copy"] - found["forward_backward"]) + found.get("noise", 0.0)
     what = "save_async(io=IO(lazy=True)), then a step"
     return [

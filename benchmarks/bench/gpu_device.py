@@ -27,7 +27,7 @@ class Device:
     """A device by name, one of ``DEVICES``.
 
     Raises:
-        ImportError: the stand-in was requested, and ``tests/`` is not on the path or torch is too old for it.
+        ImportError: the stand-in was requested, but ``tests/`` is not on the path or torch is too old for it.
         RuntimeError: there is no such device.
     """
 
@@ -67,8 +67,8 @@ class Device:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
     def random(self, seed: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-        """Return a maker of tensors of random bits (except for signs), the same ones for the same seed."""
-        # The stand-in computes nothing.
+        """Return a function that makes tensors of random bits (except for signs), equal for equal seeds."""
+        # The stand-in cannot compute, so the CPU does.
         where = torch.device("cpu") if self.name == "standin" else self.device
         generator = torch.Generator(where).manual_seed(seed)
 
@@ -84,7 +84,7 @@ class Device:
         return torch.zeros(shape, dtype=dtype).to(self.device)
 
     def about(self) -> dict[str, Any]:
-        """Return its description for the report."""
+        """Return the device's description for the report."""
         facts: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
         if self.is_gpu:
             its = torch.cuda.get_device_properties(self.device)
@@ -99,7 +99,7 @@ class DeviceWorkload(Workload):
     device: str = "cpu"
 
     def tensors(self, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state, each tensor by ``make``."""
+        """Return the state; ``make`` makes each tensor."""
         if self.kind == "many":
             shape = (max(1, self.size // 4),)
             return {f"parameter.{index:07d}": make(shape, torch.float32) for index in range(self.count)}

@@ -44,7 +44,7 @@ class Training:
 
     def __init__(self, device: Device, size: int) -> None:
         self.device = device
-        # At least four layers.
+        # The width leaves room for at least four layers.
         self.width = next((width for width in (8192, 4096, 2048, 1024, 256) if size >= 48 * width * width), 64)
         layers = max(1, round(size / (12 * self.width**2)))
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -59,7 +59,7 @@ class Training:
         device.synchronize()
 
     def forward_backward(self) -> None:
-        """A step without the update."""
+        """Do a step without the update."""
         self.optimizer.zero_grad()
         x = self.inputs
         for weight in self.weights:
@@ -264,7 +264,7 @@ class Rounds:
     def run(self, rounds: int, until: float, tell: Callable[[dict[str, Any]], None]) -> None:
         """Do one to ``rounds`` rounds; no round begins that would end after ``until``.
 
-        ``tell`` gets the result after each.
+        ``tell`` gets the result after each round.
         """
         self.hooks.first()
         self.turn(0)
@@ -300,7 +300,7 @@ def measure_training(
 
 
 def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
-    """Return the seconds of a step, each waited for, with and without a save in flight."""
+    """Return the seconds of a step that is waited for, with and without a save in flight."""
 
     def timed() -> float:
         began = time.perf_counter()

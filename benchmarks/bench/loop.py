@@ -17,7 +17,7 @@ def command(*words: str) -> str:
     """Run a command; return its output.
 
     Raises:
-        OSError: it failed; the message contains its output.
+        OSError: the command failed; the message contains its output.
     """
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

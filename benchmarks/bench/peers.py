@@ -47,7 +47,7 @@ class TorchCheckpointing(Contender):
         return {}
 
     def warm_up(self, path: Path) -> None:
-        """Find out whether its O_DIRECT works on this file system."""
+        """Find out whether the peer's O_DIRECT works on this file system."""
         try:
             self.manager.save(str(path), {"state": model_state(MB)})
         except OSError as error:
@@ -117,7 +117,7 @@ class Fastsafetensors(LoadsSafetensors):
         loader = self.library.SafeTensorsFileLoader(single, device, nogds=True)
         loader.add_filenames({0: [str(path / "model.safetensors")]})
         buffers = loader.copy_files_to_device()
-        # Its tensors are views of these buffers and do not keep them alive.
+        # The tensors are views of these buffers and do not keep them alive.
         self.standing = [loader, buffers]
         return {name: buffers.get_tensor(name) for name in loader.get_keys()}
 
@@ -164,7 +164,7 @@ class FastFileWriter(Torch):
         from deepspeed import io
         from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
 
-        # Both are compiled on first use; AsyncIOBuilder needs the headers of libaio, UtilsBuilder an accelerator.
+        # Both builders compile on first use; AsyncIOBuilder needs the headers of libaio, UtilsBuilder an accelerator.
         UtilsBuilder().load()
         self.library = io
         self.handle = AsyncIOBuilder().load().aio_handle(8 << 20, 8, False, True, 1)

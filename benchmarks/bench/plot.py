@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CARD, INK, FAINT = "#fbfbfa", "#24292f", "#d8d8d4"
 OURS, PEER, DEVICE = "#0b7285", "#b7bcc2", "#5c636a"
-# Distinct for colour-blind eyes (Okabe and Ito, 2008).
+# Colours that are distinct for colour-blind eyes (Okabe and Ito, 2008).
 LINES = ("#0b7285", "#d55e00", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#5c636a")
 DASHES = ("-", "--", ":", "-.")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-# Seconds that the import of a contender's libraries may take, at least.
+# The least seconds that the import of a contender's libraries may take.
 IMPORTS = 120
 
 # The operations of a round, in order. Cold and hot loads differ only by what the parent does with the page cache.
@@ -107,8 +107,8 @@ def made(spec: Spec, workload: Workload) -> Contender:
     """Return the contender.
 
     Raises:
-        ImportError: its library is missing.
-        ValueError: it cannot store the workload's state, or would ignore a variable of its environment.
+        ImportError: the contender's library is missing. ValueError: the contender cannot store the workload's state, or
+        would ignore a variable of its environment.
     """
     if spec.site:
         import fastckpt
@@ -231,7 +231,7 @@ class Process:
 def system_calls(process: Process, request: Request) -> int:
     """Return how many system calls the operation made, all threads, counted by strace.
 
-    This includes the benchmark's own accounts: some twenty reads below /proc. Slow: every call is stopped twice.
+    The number includes some twenty reads below /proc by the benchmark. strace is slow: it stops each call twice.
     """
     process.prepare(request)
     command = ["strace", "-c", "-f", "-U", "calls,name", "-p", str(process.process.pid)]
@@ -260,5 +260,5 @@ def total_calls(output: str) -> int:
 
 
 def say(text: str) -> None:
-    """Report progress on stderr, apart from the result."""
+    """Report progress on stderr, which does not mix with the result."""
     print(text, file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ from fastckpt.dcp._together import Together
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Values of the state.
+#: The number of values in the state.
 VALUES = 20
 #: The number of stages. The ranks of each stage have a value with a tensor; they are this many ranks apart.
 STAGES = 8
@@ -106,7 +106,7 @@ class _Cutting(DefaultSavePlanner):
 
 
 def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
-    """The state of each rank. The local tensors are the same on all ranks."""
+    """Return the state of each rank. The local tensors are the same on all ranks."""
     mesh = init_device_mesh("cpu", (ranks,))
     size = torch.Size([rows * ranks, COLUMNS])
     model = {
@@ -198,7 +198,7 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
 
 
 def main() -> None:
-    """Print the requested points."""
+    """Measure and print the requested points."""
     parser = argparse.ArgumentParser(prog="python -m bench.ranks_dcp", description=__doc__)
     parser.add_argument("--points", default="8x900,64x900,1024x900", help="ranks x tensors")
     parser.add_argument("--boxes", action="store_true", help="have a separate planner cut the state")

@@ -35,7 +35,7 @@ COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F3
 PARTS, EXPERTS = ("gate", "up", "down"), 64
 SAMPLE = 128
 GRAIN = 4 << 20
-#: Files of the checkpoint.
+#: The number of files of the checkpoint.
 FILES = 216
 #: The numbers of ranks that are examined.
 RANKS = (64, 512, 1024, 8192, 16384)
@@ -144,7 +144,7 @@ def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
 
 
 def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]]:
-    """Figures of the save and the load of a job, with teams as in :func:`layout`."""
+    """Return the figures of the save and the load of a job, with teams as in :func:`layout`."""
     measure.give_back_freed_memory()
     measure.reset_peak()
     began = time.process_time()
@@ -175,7 +175,7 @@ def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]
 
 
 def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
-    """Figures of a job of ``total`` bytes, estimated from a sample of its ranks."""
+    """Return the figures of a job of ``total`` bytes, estimated from a sample of its ranks."""
 
     def every(name: str) -> Any:
         return np.array([one[name] for one in found], dtype=float)
@@ -198,7 +198,7 @@ def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
 
 
 def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
-    """Figures of a format with a file for each rank: one run, and no exchange with other ranks."""
+    """Return the figures of a format with a file for each rank: one run, and no exchange with other ranks."""
     duties = {"ranges": 1, "files": 1, "bytes": total // ranks, "peers": 0, "bytes_received": 0, "team": "a file each"}
     return {
         "kind": kind,
@@ -238,7 +238,7 @@ def bars(one: dict[str, Any]) -> list[Bar]:
 
 
 def line(one: dict[str, Any]) -> str:
-    """One point as a row of a table."""
+    """Return one point as a row of a table."""
     cells = [
         one["kind"],
         one["what"],
@@ -307,7 +307,7 @@ def draw(path: Path, found: list[dict[str, Any]]) -> None:
     def curves(name: str, scale: float = 1) -> dict[tuple[str, str], list[tuple[float, float]]]:
         lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for one in found:
-            # Without teams, one kind of job stands for all.
+            # Without teams, the figures of all kinds of jobs are alike, so only one is drawn.
             if one["what"] != "load" and (one["how"] == "teams" or one["kind"] == first) and one[name]:
                 lines.setdefault((one["kind"], one["how"]), []).append((one["ranks"], one[name] / scale))
         return lines

@@ -297,7 +297,7 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
         "duties_cpu": duties - laid_out,
         "protocol_cpu": protocol,
         "all_cpu": total / 2,
-        # Its memory: the table, the layout, and the messages of the last round, which are its largest.
+        # The coordinator's memory holds the table, the layout, and the messages of the last round, the largest ones.
         "memory": max(0, memory) + store.traffic[0].received,
         "pieces": len(own) // PIECE.itemsize,
         "commit": out[0][1][0],
@@ -358,12 +358,12 @@ def peer(ranks: int, tensors: int, *, limit: int = PEER_ITEMS) -> dict[str, Any]
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def lines(point: dict[str, Any]) -> str:
-    """One point as text."""
+    """Return one point as text."""
     theirs = point["peer"]
     told = (
         f"torch: {theirs['coordinator_cpu']:.2f} s, {theirs['received'] / 1e6:,.1f} MB in, "
@@ -416,7 +416,7 @@ def draw(path: Path, points: list[dict[str, Any]]) -> None:
 
 
 def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None) -> list[dict[str, Any]]:
-    """Simulate the points, print them as they come, draw them, and return them."""
+    """Simulate the points, print each when it is done, draw them, and return them."""
     found = []
     for ranks, tensors in points or POINTS:
         point = {**simulate(ranks, tensors), "peer": peer(ranks, tensors)}

@@ -1,4 +1,4 @@
-"""The states of the ranks of a job: random bits, the same ones each time; each rank makes only its own part."""
+"""The states of the ranks of a job: random bits, the same in every run; each rank makes only its own part."""
 
 from __future__ import annotations
 

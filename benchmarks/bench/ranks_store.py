@@ -139,14 +139,14 @@ class Client:
         return self.session.peers.operation(kind, f"{HOME}/{path}", TIMEOUT, place=self.place)
 
     def save(self, path: str, said: Callable[[], Any]) -> None:
-        """The rounds of a save."""
+        """Do the rounds of a save."""
         with self.operation("save", path) as turn:
             turn.mark({"0.step": f"'{path}'"})
             for name, value, combine, decide in said():
                 turn.round(name, value, combine=combine, decide=decide)
 
     def load(self, path: str, *, damaged: bool) -> None:
-        """The rounds of a load, in which one block may be damaged: its reader, the last rank, raises."""
+        """Do the rounds of a load, in which one block may be damaged: its reader, the last rank, raises."""
         with self.operation("load", path) as turn:
             turn.mark(dict(self.crew.answered))
             turn.round("arrive", [[self.session.group.host], [], [True, ""]], combine=lambda values: values[0])
@@ -330,7 +330,7 @@ class Server:
 
     def __init__(self, process: int) -> None:
         self.at = Path(f"/proc/{process}")
-        #: Its memory before the first client: Python and torch.
+        #: The server's memory before the first client: Python and torch.
         self._bare = self._now()["memory"]
         self._began: dict[str, float] = {}
 
@@ -340,7 +340,7 @@ class Server:
         self._began = self._now()
 
     def counts(self) -> dict[str, float]:
-        """CPU seconds and bytes since ``begin``, and the peak of memory since then."""
+        """Return CPU seconds and bytes since ``begin``, and the peak of memory since then."""
         now = self._now()
         found = {name: now[name] - self._began[name] for name in ("cpu", "in", "out")}
         return {**found, "memory": now["peak"] - self._bare}
@@ -426,7 +426,7 @@ class Scenes:
 
 
 def lines(found: list[dict[str, Any]]) -> list[list[str]]:
-    """The table, head first."""
+    """Return the table, head first."""
     rows = [["", "s", "operations", "MB in", "MB out", "CPU s of clients", "of the server", "server MB"]]
     for one in found:
         server = one["server"]

@@ -1,8 +1,8 @@
 """The ranks: processes that live for all calls and form a gloo group, whose store has a separate process.
 
-Each call begins at once for all (after a barrier) and is measured in each rank: wall-clock seconds, CPU seconds, the
-peak of its memory, and the bytes that it read from and wrote to storage by the kernel's count (/proc/self/io). A call
-lasts from the first rank's start to the last rank's end.
+Each call begins on all ranks at the same time (after a barrier) and is measured in each rank: wall-clock seconds, CPU
+seconds, the peak of its memory, and the bytes that it read from and wrote to storage by the kernel's count
+(/proc/self/io). A call lasts from the first rank's start to the last rank's end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
     """One call on all ranks.
 
     Attributes:
-        seconds: from the first begin to the last end.
+        seconds: the time from the first start to the last end.
         cpu: user and system seconds of all ranks.
         extra: bytes of memory beyond the state, of the rank with the most.
         read: bytes that all ranks read from storage.
@@ -146,7 +146,7 @@ class World:
     """All ranks, as seen by the parent.
 
     Args:
-        size: how many processes.
+        size: the number of processes.
         run: the function of each: it gets its index, ``size``, the store's port and a connection to the parent.
     """
 

@@ -38,10 +38,10 @@ class Outcome:
     """The measurements of a run.
 
     Attributes:
-        samples: by contender and operation.
+        samples: the samples by contender and operation.
         not_run: the reason for each contender that is missing here or failed.
         notes: notes for readers, by contender.
-        calls: system calls by contender and operation, where they were counted.
+        calls: the number of system calls by contender and operation, if counted.
         caches: how caches were dropped.
     """
 
@@ -58,10 +58,10 @@ class Rounds:
 
     Attributes:
         specs: the contenders to measure.
-        workload: what they save.
+        workload: the state that contenders save.
         directory: the directory of the checkpoints.
-        operations: which of ``OPERATIONS``; a save that is not among them is done but not recorded.
-        rounds: how many rounds.
+        operations: some of ``OPERATIONS``; a save that is not among these is done but not recorded.
+        rounds: the number of rounds.
         write: whether the pages of results are written, not only read.
         syscalls: whether one more round counts system calls.
         patience: the seconds that a contender has for an operation; None for no limit.
@@ -102,7 +102,7 @@ class Rounds:
         finally:
             for process in self.processes.values():
                 process.close()
-        # In the order of the table, not of the turns.
+        # The result has the order of the table, not of the turns.
         named = {spec.name: self.outcome.samples[spec.name] for spec in self.specs if spec.name in self.outcome.samples}
         self.outcome.samples = named
         return self.outcome

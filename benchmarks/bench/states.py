@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """The workload's name in tables."""
         if self.kind == "many":
             return f"many: {self.count} tensors of {self.size} bytes"
         amount = f"{self.size / GB:g} GB" if self.size >= GB else f"{self.size / MB:g} MB"
@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the state, roughly."""
+        """The approximate bytes of the state."""
         return self.size * max(1, self.count)
 
     def make(self) -> Any:
@@ -186,7 +186,7 @@ def optimizer_state(size: int) -> dict[str, Any]:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a torch tensor, without importing torch for a state that has none."""
+    """Whether a value is a torch tensor, without an import of torch for a state that has none."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
 
 

@@ -44,7 +44,7 @@ def held_background(monkeypatch):
 
 @pytest.fixture
 def when_waited_for():
-    """``when_waited_for(function)`` calls it once, at the next wait of a step or a guard for an unfinished copy."""
+    """``when_waited_for(function)`` calls ``function`` once, when a step or guard next waits for an unfinished copy."""
     functions = []
 
     def watched(wait):

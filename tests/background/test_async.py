@@ -69,7 +69,7 @@ def hold(monkeypatch):
 
 
 def release_when_admission_waits(gate, seconds=0.0):
-    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place in flight."""
+    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait until it may save."""
 
     def body():
         wait_until(waiting_calls)

@@ -36,7 +36,7 @@ def one_parameter(**options):
     return parameter, torch.optim.SGD([parameter], lr=1.0, **options)
 
 
-# What is copied at the call.
+# Copies at the call.
 
 
 def test_small_tensors_are_copied_at_the_call(tmp_path, held_background):

@@ -23,7 +23,7 @@ def test_a_copy_is_the_same_byte_for_byte(saved, tmp_path):
     assert all(Path(target, file).read_bytes() == Path(source, file).read_bytes() for file in FILES)
     assert value_at(target) == 1
     assert names(tmp_path / "new" / "archive") == ["b"]
-    # A separate copy: damage to the bytes of one does not affect the other.
+    # The copy is separate: damage to one does not affect the other.
     assert all(Path(target, file).stat().st_nlink == 1 for file in FILES)
     total = sum(Path(source, file).stat().st_size for file in FILES)
     assert (report.source, report.target, report.files) == (source, target, 6)

@@ -1,4 +1,4 @@
-"""Features of CUDA alone: graphs, pinned memory, its allocator, sharded modules, and time. Not run on the stand-in."""
+"""Features that need CUDA: graphs, pinned memory, the allocator, sharded modules, and time. Not on the stand-in."""
 
 from __future__ import annotations
 

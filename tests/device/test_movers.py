@@ -77,7 +77,7 @@ class TestMovers(OnDevice):
 
 
 class TestRanks(OnDevice):
-    """The part of its state that a rank compares with others."""
+    """A rank's part of the state, which ranks compare."""
 
     late = 0.0
 

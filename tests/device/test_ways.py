@@ -122,7 +122,7 @@ class TestOpen(OnDevice):
 
 
 class TestKeys(OnDevice):
-    """Names choose what goes to a device."""
+    """Names choose the tensors that go to a device."""
 
     def test_keys_and_exclude(self):
         state = {"model": on_device({"a": torch.randn(1000), "b": torch.randn(2, 3)}), "other": {"c": torch.ones(5)}}
@@ -191,7 +191,7 @@ class TestMapped(OnDevice):
         assert into.pop("array").tolist() == list(range(5000))
         devices.synchronize()
         assert bits(there(into["large"]).contiguous()) == bits(state["large"])
-        # The memory of what is conjugated holds the conjugates.
+        # The memory of a conjugated tensor has the conjugates.
         assert bits(there(into["wide"].conj())) == bits(state["wide"].conj())
         rest = {name: value for name, value in into.items() if name not in {"large", "wide"}}
         wanted = {name: value.detach() for name, value in state.items() if name in rest}
@@ -234,7 +234,7 @@ class TestDcp(OnDevice):
         found = {name: there(value) for name, value in empty["model"].items()}
         assert bits(found.pop("half")) == bits(wanted.pop("half").float())
         assert bits(found.pop("t").contiguous()) == bits(wanted.pop("t"))
-        # The memory of what is conjugated holds the conjugates.
+        # The memory of a conjugated tensor has the conjugates.
         assert bits(found.pop("wide")) == bits(wanted.pop("wide").conj())
         assert same(found, wanted)
 
@@ -277,7 +277,7 @@ def captured():
 
 
 class TestCapture(OnDevice):
-    """While a stream is captured, nothing can be copied: the error comes before anything changes."""
+    """While a stream is captured, no copy is possible: the error comes before anything changes."""
 
     def test_saves(self):
         state = {"w": torch.ones(1000, device=DEVICE)}

@@ -91,7 +91,7 @@ class Campaign:
         new.replace(self.path)
 
     def run_rows(self, rows: Iterable[Row]) -> int:
-        """Run all missing parts of these rows; returns the number of violations."""
+        """Run all missing parts of these rows; return the number of violations."""
         wrong = 0
         for row in rows:
             parts = self.document["parts"].setdefault(row.name, [])
@@ -108,7 +108,7 @@ class Campaign:
         return wrong
 
     def run_mutants(self, rows: Iterable[Row], names: Iterable[str]) -> int:
-        """Run each mutant against the rows that must catch it; returns how many were not caught."""
+        """Run each mutant against the rows that must catch it; return how many were not caught."""
         missed = 0
         rows = list(rows)
         for name in names:

@@ -49,8 +49,8 @@ class Trial:
         size: the number of ranks.
         entry: the called function.
         event: the event.
-        odd: the rank of the event.
-        at: the call of the event.
+        odd: the rank to which the event happens.
+        at: the number of the call in which the event happens.
         meets: whether ranks meet before each call.
         store: the process that has the store.
         after: seconds from the start of the call until the stop; 0: the stop comes first.
@@ -69,7 +69,7 @@ class Trial:
 
     @property
     def free(self) -> list[int]:
-        """The calls that may fail."""
+        """Return the numbers of the calls that may fail."""
         # Restores do not differ, so a rank that missed a restore first counts as late. A manager's next save reports
         # the failure of the last save in the background, if that failed after the wait: perhaps on one rank only, and
         # then the other ranks wait for it.
@@ -84,7 +84,7 @@ class Trial:
 
     @property
     def short(self) -> list[int]:
-        """The calls with a short timeout."""
+        """Return the numbers of the calls with a short timeout."""
         return self.free if self.entry in MANAGED else [self.at]
 
 
@@ -314,7 +314,7 @@ def not_of(path, step):
 def drawn(draw):
     """Draw a trial."""
     entry = draw.choice((*ALONE, *MANAGED))
-    # Ranks of dcp meet in torch's collectives, so no rank can miss a call. All restores are alike.
+    # Ranks of dcp meet in torch's collectives, so no rank can miss a call. All restores are alike, so these ranks meet.
     together = entry.startswith("dcp") or entry == "restore"
     events = [
         each

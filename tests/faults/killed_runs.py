@@ -2,9 +2,9 @@
 
 A child forked for each round restores, saves and removes as fast as it can, with ``keep=1`` or 4, and tells its parent
 when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
-or preempts it: then its current step must be durable. After each kill another child must be able to restore,
-without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent keeps the acknowledged
-step, against which it checks.
+or preempts it, after which the child's current step must be durable. After each kill another child must be able to
+restore, without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent keeps the
+acknowledged step, against which it checks.
 
 The states contain the number of the round, which shows their order. In some rounds, the child first goes back to an
 older step, with or without the removal of newer steps, and begins a branch from there. Once a step of it is
@@ -48,7 +48,7 @@ FAR = ("drain", "fetch")
 #: is durable, or a step is durable in the remote tier.
 MESSAGE = struct.Struct("=Bqq")
 KINDS = (*PHASES, *FAR, "discard", "acknowledged", "drained")
-#: The place before the first step.
+#: The place (branch and step) before the first step.
 NOTHING = (0, 0)
 #: One round out of this many loses the local tier; has a preemption; goes back to an older step.
 LOST, PREEMPTED, BACK = 8, 6, 3
@@ -82,7 +82,7 @@ def tell_of_copies(where, tell, before, after=None, *, branches=False):
 
 
 def branch_of(path):
-    """The branch of a checkpoint."""
+    """Return the branch of a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         return checkpoint.structure["branch"]
 
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
         asynchronous: whether it saves in the background.
         fresh: whether nothing was ever acknowledged; traces of a killed upload may then prevent a new run.
         back: draws the older step to which the child goes back, and how; None if it does not go back.
-        preempted: whether it answers SIGTERM.
+        preempted: whether it saves on SIGTERM.
         alone: whether it is the only rank.
     """
 
@@ -201,7 +201,7 @@ def wrong_with(directory, least, far):
 
 
 def in_children(work, count=1):
-    """Fork ``count`` times; each child does ``work`` and ends. Returns their pids, and the pipe of their messages."""
+    """Fork ``count`` times; each child does ``work`` and ends. Return their pids, and the pipe of their messages."""
     reading, writing = os.pipe()
     pids = []
     for number in range(count):
@@ -215,7 +215,7 @@ def in_children(work, count=1):
             work(writing, number)
             status = 0
         except BaseException:  # noqa: BLE001 - it ends here whatever it is
-            # A rank that learns of another's death fails.
+            # With several ranks, a rank fails when it learns of the death of another, so its error is not printed.
             if count == 1:
                 traceback.print_exc()
         finally:
@@ -286,7 +286,7 @@ def keep_bucket(writing):
 
 
 def store():
-    """Begin to serve S3, and set the environment variables for it; returns the URL of the run."""
+    """Begin to serve S3, and set the environment variables for it; return the URL of the run."""
     from harness.s3 import BUCKET, environment
 
     _, pipe = in_children(lambda writing, _: keep_bucket(writing))
@@ -302,7 +302,7 @@ def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sur
     ``sure``, kill only when ``known`` has a step of each kind, however slow the machine is.
 
     Returns:
-        Whether it was a preemption.
+        Whether the round ended with a preemption.
     """
     alone = ranks.size == 1
     plan = Plan(

@@ -1,4 +1,4 @@
-"""Mutants: the product with one guard dropped. Each must be caught by the rows that name it, or the campaign fails.
+"""Mutants: the product without one of its guards. The rows that name a mutant must catch it, or the campaign fails.
 
 One copy of the sources has all mutants and is built once; an environment variable chooses the mutant. The copy is in
 ``target/`` and is never shipped. If a change of the product alters a patched line, making the copy fails.

@@ -90,7 +90,7 @@ def play(
         heard: called with ``begun N`` and ``acknowledged N``.
         before: called in the child, before the scene.
         strike: called once in this process, unless the child has ended by then.
-        after: the seconds before ``strike``.
+        after: seconds from the start until ``strike`` is called.
     """
     (told, telling), (going, go_on), (why, failing) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()

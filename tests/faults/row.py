@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         number: the number of the promise in the table.
-        name: the unique name of the row.
+        name: the name of the row, which is unique.
         promise: the promise, as a sentence.
         fault: the injected fault.
         control: the proof that the fault happens, and that the trial would notice a violation.
@@ -106,5 +106,5 @@ class Run:
             print(f"    {self.made} of {self.trials} trials", file=sys.stderr, flush=True)
 
     def count(self, what: str, number: float = 1) -> None:
-        """Add to a detail of the result."""
+        """Add a number to a detail of the result."""
         self.details[what] = self.details.get(what, 0) + number

@@ -122,7 +122,7 @@ class Tally:
         drawn: the number of power cuts.
         states: the number of distinct states.
         over: the number of states that were saved over.
-        wrong: the violations: the operation before the cut, the rule, and the finding.
+        wrong: the violations, as the operation before the cut, the rule, and the finding.
     """
 
     drawn: int = 0

@@ -6,8 +6,8 @@ order: each page of 4 KiB of each write, each change of a length, each change of
 or an exchange is whole or lost; a change of a name does not last without the previous change of that name; a directory
 has one name. Names of files change independently of one another, because no rule forbids it.
 
-A :class:`Disk` takes operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the contents
-that the machine would find after a cut.
+A :class:`Disk` applies operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the
+contents that the machine would find after a cut.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Catcher:
         states: the power cuts of each program.
     """
 
-    #: Programs in which a mutant must be caught.
+    #: The number of programs within which a mutant must be caught.
     TRIES = 30
 
     def __init__(self, stage: Stage, seed: int, states: int = 300) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = "missing"
-#: The suffix of a pin, and the number for its version.
+#: The suffix of a pin file, and the number that stands for its version.
 PIN, PINNED = ".pin", 1
 #: For each path and run: the version that was found whole, ``MISSING``, or a description of the fault.
 Found = dict[str, Any]
@@ -74,12 +74,12 @@ class Run:
 
 
 class Oracle:
-    """Reads marks, and judges findings."""
+    """Reads the marks of a program, and judges findings after a power cut."""
 
     def __init__(self) -> None:
         self.places: dict[str, Kept] = {}
         self.runs: dict[str, Run] = {}
-        #: Wrong findings of the program itself.
+        #: Wrong findings that the program itself made.
         self.wrong: list[str] = []
 
     def place(self, path: str) -> Kept:

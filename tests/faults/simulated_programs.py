@@ -25,7 +25,7 @@ BESIDE = "config.json"
 
 
 def state(version: int, sizes: list[int]) -> dict[str, Any]:
-    """A state that differs between versions, except for every third tensor."""
+    """Return a state that differs between versions, except for every third tensor."""
     model = {
         f"w{index}": np.arange(size, dtype=np.int32) + (0 if index % 3 == 1 else 1000 * version)
         for index, size in enumerate(sizes)
@@ -113,7 +113,7 @@ def run(channel: Any, point: str, program: dict[str, Any], phase: int) -> None:
 def perform(point: str, program: dict[str, Any], phase: int) -> None:
     """Do the acts of a phase in this process or rank."""
     for name, *given in program["phases"][phase]["acts"]:
-        # If a rank is to be killed, the others need not wait for long.
+        # If a rank will be killed, the others need not wait long for it.
         patience = 3 if program["phases"][phase]["kill"] else 30
         ACTS[name](point, program | {"patience": patience}, *given)
 

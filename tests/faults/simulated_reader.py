@@ -110,7 +110,7 @@ class Reader:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off the log: damage must show in an error."""
+    """Turn off the log: damage must cause an error."""
     logger = logging.getLogger("fastckpt")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -60,7 +60,7 @@ def train(
     workers=0,
     registered=1,
 ):
-    """Run the loop in a folder, from the newest checkpoint there. SIGTERM has it save at the end of the step, and end.
+    """Run the loop in a folder, from the newest checkpoint there. SIGTERM makes it save at the step's end, and end.
 
     Args:
         folder: the folder in which the loop runs.
@@ -70,7 +70,7 @@ def train(
         schedule: one of :data:`SCHEDULES`.
         fsdp: whether the model is spread over the ranks.
         lora: whether an adapter is trained.
-        split: whether the ranks share each batch; otherwise each has its own.
+        split: whether the ranks share each batch; otherwise, each rank has its own batches.
         installed: whether the integration is installed.
         background: this argument of ``install``.
         limit: the number of checkpoints that are kept.

@@ -89,7 +89,7 @@ def write(folder: str) -> None:
             writer(saved, f"kind-{number}")
 
 
-# Each reader returns the part of the state that it found: names or keys, and values.
+# Each reader returns the part of the state that it finds, by names or keys.
 
 
 def _load(path: str) -> Any:

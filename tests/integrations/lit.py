@@ -113,7 +113,7 @@ def train(
             self.reach(trainer, "on_train_end")
 
         def note(self, trainer, name, value):
-            # The log of a killed run stays, so each step that is taken twice is compared, too.
+            # The log of a killed run stays, so the test also compares steps that were taken twice.
             with (folder / f"noted-{rank}").open("a") as file:
                 file.write(json.dumps([trainer.fit_loop.total_batch_idx, name, value]) + "\n")
 

@@ -1,4 +1,4 @@
-"""fsspec's file system: whole and durable files, also if fsspec closes them after an error."""
+"""fsspec's file system: files are whole and durable, even if fsspec closes them after an error."""
 
 from __future__ import annotations
 

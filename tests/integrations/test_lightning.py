@@ -278,7 +278,7 @@ def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
 
 
 def test_a_save_that_ends_meanwhile_hides_no_other(slow, tmp_path):
-    """Mutant: the saves to wait for are read from a list that the thread of a save shortens."""
+    """Mutant: the wait reads the saves from a list that the thread of a save shortens."""
     plugin, saves = slow
     for number in range(2):
         save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt")

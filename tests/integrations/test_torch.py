@@ -37,7 +37,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("new", [True, False])
 def test_by_hand(state, tmp_path, new):
-    """``torch.save`` needs ``write`` alone, in both of its formats."""
+    """``torch.save`` needs only ``write``, in both of its formats."""
     path = tmp_path / "state.pt"
     with fastckpt.open_write(path) as file:
         torch.save(state, file, _use_new_zipfile_serialization=new)

@@ -89,7 +89,7 @@ def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_
     play(lasting, tmp_path, 4, adapter=adapter, told=[told])
     assert are_named(tmp_path / "run" / "step-4") == {False}
     assert begun(play(lasting, tmp_path, adapter=adapter, told=[told])) == (4, straight)
-    # An export is the adapter's output.
+    # An export consists of the adapter's output, even if that lacks names.
     config = {"ends": True, "last_save_model_only": True, "last_save_in_hf": True}
     if adapter == "drops":
         play(lasting, tmp_path, 8, adapter=adapter, told=[told], **config)

@@ -288,7 +288,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
     ] == ["died"] * 2
     assert ended(play(libraries, tmp_path, ranks=2, **trainer_kills.FSDP2)) == wanted
-    # One process resumes from their complete checkpoint.
+    # One process resumes from the complete checkpoint of both ranks.
     (tmp_path / "out").rename(tmp_path / "two")
     assert [
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)

@@ -64,7 +64,7 @@ class Counter(TrainerCallback, ExportableState):
 
 
 class Writer(TrainerCallback):
-    """Puts a further directory into each checkpoint."""
+    """Adds a directory to each checkpoint."""
 
     def on_save(self, args, state, _, **__):
         Path(args.output_dir, f"checkpoint-{state.global_step}", "notes").mkdir()
@@ -185,7 +185,7 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
 
     Args:
         folder: the folder in which it runs.
-        strike: signal, step and point at which this process gets it.
+        strike: a signal, and the step and the point at which this process gets it.
         resume: the argument of ``Trainer.train``.
         installed: whether the program has the line.
         wait: seconds for which the Trainer waits after SIGTERM.

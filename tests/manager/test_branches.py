@@ -184,7 +184,7 @@ def test_a_writer_asks_the_remote_when_it_goes_back_and_a_reader_does_not(tmp_pa
         asked = silence(patch, reader)
         assert reader.restore(step=1).step == 1
         assert not asked
-        # It still goes on.
+        # The writer still restores, without the remote tier.
         silence(patch, writer)
         with pytest.warns(RuntimeWarning, match="does not answer and is skipped: no route"):
             assert writer.restore(step=1).step == 1
@@ -395,7 +395,7 @@ def test_an_order_that_none_can_follow_is_none(tmp_path, order):
         fastckpt.save(state(name, "b"), tmp_path / FORM.format(step=name), metadata={"lineage": noted})
     with fastckpt.Manager(tmp_path) as manager:
         assert manager.restore(step=2).state["branch"] == "a"
-        # Like a checkpoint that no manager has saved.
+        # The step counts like a checkpoint that no manager saved.
         assert manager.restore(step=8).lineage == (0, (), ())
         manager.save(9, state(9, "c"))
     assert restored(tmp_path) == (9, "c")

@@ -153,7 +153,7 @@ def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
     first = four.run(train, tmp_path / "run", 35, options)
     second = four.run(train, tmp_path / "run", 10, options)
     for rank in range(4):
-        # Only rank 0 removes.
+        # Only rank 0 removes checkpoints.
         assert first[rank] == (None, [10, 20, 30], int(rank == 0), [20, 30], 30, 30)
         own = (30, 30, 30.0, {"rank": rank})
         assert second[rank] == (own, [40], int(rank == 0), [30, 40], 40, 40)
@@ -490,7 +490,7 @@ def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):
 
 
 def act_alone(out):
-    """One rank saves and restores alone, while the others do something else."""
+    """Save and restore on one rank alone, while the other ranks do something else."""
     with fastckpt.Manager(out, ranks="alone") as manager:
         manager.save(1, {"rank": dist.get_rank()})
         manager.wait()

@@ -34,7 +34,7 @@ if "handler" in mode:
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 manager = fastckpt.Manager(out, save_when=fastckpt.when.Steps(2), **(
     dict(save_options={"io": fastckpt.IO(bandwidth_limit="20kB")}) if "slow" in mode else {}))
-# In a mode that is slow, at the limit, the large one takes longer than any test waits.
+# In a slow mode, under the bandwidth limit, a large save takes longer than any test waits.
 large = lambda step: step > 2 or "busy" in mode
 state = lambda step: {"a": np.full(200_000 if large(step) else 10, step)}
 manager.save_on_signal(

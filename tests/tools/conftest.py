@@ -74,7 +74,7 @@ def where(tmp_path):
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Saves two states and returns the output of the command, as JSON and on the screen."""
+    """A function that saves two states and returns the output of ``fastckpt diff``, as JSON and on the screen."""
 
     def run(before, after):
         for name, state in (("a", before), ("b", after)):

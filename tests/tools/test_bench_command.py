@@ -48,7 +48,7 @@ def run(where, *arguments, prefix=(), **more):
 
 
 def descendants(pid):
-    """Processes whose ancestor is ``pid``."""
+    """Return the processes whose ancestor is ``pid``."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -178,7 +178,7 @@ def test_on_a_file_system_in_memory(tmp_path):
         assert "no load is cold" in done.stdout
 
 
-#: User 65534 with one capability, to read any file: the interpreter may lie where that user cannot.
+#: User 65534 with one capability, to read any file: the interpreter may be in a directory closed to that user.
 CAPABILITY = "--inh-caps -all,+dac_read_search --ambient-caps +dac_read_search"
 USER = f"setpriv --reuid 65534 --regid 65534 --clear-groups {CAPABILITY}"
 
@@ -206,7 +206,7 @@ def test_an_ordinary_user():
 
 
 def test_torch_is_imported_nowhere(where, tmp_path):
-    """A broken torch is first on the path, even for the ranks."""
+    """A broken torch is first on the path, even for the ranks: an import would fail."""
     (tmp_path / "path" / "torch").mkdir(parents=True)
     (tmp_path / "path" / "torch" / "__init__.py").write_text("raise SystemError('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")])
@@ -366,7 +366,7 @@ def test_a_dead_rank_ends_the_run(where):
     finally:
         bench.kill()
     assert (bench.returncode, out) == (2, "")
-    # A rank that is killed between two rounds was waiting for the next one.
+    # A rank that is killed between two rounds is waiting for the next round.
     while_what = r"while (waiting|[\w ]+ in round \d+)"
     assert re.search(rf"bench \S+: rank \d \(process {victim}\) was ended by SIGKILL {while_what}", err), err
     assert "short of memory" in err

@@ -1012,7 +1012,7 @@ def test_options_have_their_whole_names(tmp_path, capsys, arguments):
     assert "arguments" in capsys.readouterr().err
 
 
-# A directory of checkpoints.
+# The path is a directory of checkpoints.
 
 
 @pytest.fixture
@@ -1034,7 +1034,7 @@ def test_ls_of_a_directory_lists_its_checkpoints(capsys: pytest.CaptureFixture[s
     assert out.splitlines()[0].split() == ["name", "created", "size"]
     assert "cannot be found" in out.splitlines()[1]
     assert out.splitlines()[-1].startswith("2 checkpoints, ")
-    # A pattern applies to tensors.
+    # A pattern applies only to the tensors of one checkpoint.
     assert call(capsys, "ls", steps, "step-*")[0] == 2
 
 

@@ -23,7 +23,7 @@ def export(capsys, *arguments):
 
 
 def read(directory):
-    """The tensors found by any reader of the format: through the index, if there is one."""
+    """Return the tensors that any reader of the format finds, through the index if there is one."""
     index = directory / "model.safetensors.index.json"
     files = (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
@@ -225,7 +225,7 @@ def test_the_state_need_not_fit_into_memory(tmp_path):
         "assert 'torch' not in sys.modules\n"
         "print('grown', 1024 * (peak() - before))\n"
     )
-    # Imports of a conversion are done before the measurement.
+    # This export imports all modules before the measurement.
     fastckpt.save({"w": np.zeros(1)}, tmp_path / "small")
     command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in ("c", "hf", "small", "small-hf"))]
     environment = zygote.environment()

@@ -89,7 +89,7 @@ PIECES = [
 
 
 def valid():
-    """Pickles in torch's form."""
+    """Return pickles in torch's format."""
     values = [
         *(np.arange(3, dtype=">i2"), np.float32(3), np.array(["2020-01-01"], "M8[D]"), np.array([1, None], object)),
         *(dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc), dt.timedelta(1, 2, 3), collections.deque([1, 2], 5)),
@@ -370,7 +370,7 @@ def measured(command, *arguments, memory=512 << 20):
 
 
 def test_ties_are_not_copied(tmp_path):
-    """A hundred names of one tensor: each is in the file, and only the first in memory."""
+    """A tensor has a hundred names: the file has each, but memory has the tensor only once."""
     shared = torch.arange(1 << 18, dtype=torch.float32)
     state = {f"t{number}": shared for number in range(100)}
     state["half"] = torch.arange(7, dtype=torch.bfloat16)
@@ -424,7 +424,7 @@ def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
-    """A header of 100,000,000 bytes is written; with 8 more, neither we nor the library accept it."""
+    """A header of 100,000,000 bytes is written; with 8 more bytes, neither fastckpt nor the library accepts it."""
     tensor = torch.ones(1)
     dtypes = {torch.float32: ("F32", 1)}
     path = tmp_path / "m.safetensors"

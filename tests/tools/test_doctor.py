@@ -139,7 +139,7 @@ def test_the_kernels_setting_is_named(children, value, user):
 @pytest.mark.exclusive
 @pytest.mark.root
 def test_the_kernels_setting_is_not_blamed_for_those_it_lets_pass(children):
-    """The value 1 still allows root and a group: for these the filter refuses."""
+    """The value 1 still allows root and a group: for them, the filter refuses."""
     with mounts.public_directory() as directory, setting(1, group=4242):
         assert codes(diagnosed(children, directory)) == []
         assert codes(diagnosed(children, directory, user=True, groups=[4242])) == []

@@ -97,7 +97,7 @@ GOOD = {
 
 
 def made_up(**changes):
-    """Good facts with changes, topic by topic."""
+    """Return good facts with changes, by topic."""
     made = copy.deepcopy(GOOD)
     for topic, change in changes.items():
         made[topic] = {**made[topic], **change} if isinstance(change, dict) and made[topic] else change
@@ -698,7 +698,7 @@ def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
     )
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
     if how == "runtime":
-        # This user's saves cannot use the other place.
+        # This user's saves cannot use the other directory.
         del environment["FASTCKPT_TOP_DIR"]
         environment["XDG_RUNTIME_DIR"] = str(tmp_path)
         code = code.replace(

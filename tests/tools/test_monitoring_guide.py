@@ -28,7 +28,7 @@ STEPS = [100.0, 200.0, 300.0]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a program of the guide in an empty directory, with a state and a step of training."""
+    """A function that runs a program of the guide in an empty directory, with a state and a step of training."""
     monkeypatch.chdir(tmp_path)
 
     def train_step(state):

@@ -161,7 +161,7 @@ def test_wrong_types_are_refused() -> None:
 def test_goodput_overhead_and_interval() -> None:
     job = {"size": "1TB", "gpus": 1000, "write": "100GB/s"}
     plan = fastckpt.tools.plan(**job)
-    # Bare numbers are seconds.
+    # Numbers without a unit are seconds.
     assert fastckpt.tools.plan(**job, mttf_cluster=50 * HOUR, interval=7200) == fastckpt.tools.plan(
         **job, mttf_gpu="50000h", interval="2h"
     )
@@ -212,7 +212,7 @@ def test_speeds() -> None:
     asked = fastckpt.tools.plan(**job, target_seconds="2min")
     assert (asked.seconds, asked.write) == (120, pytest.approx(8e12 / 120))
     assert fastckpt.tools.plan(**job).speed == "tier light, since no speed is given"
-    # A job smaller than a node.
+    # The job is smaller than a node.
     small = fastckpt.tools.plan(size="1TB", gpus=2, node_write="5GB/s")
     assert small.seconds == small.restore_seconds == 200
 
@@ -225,7 +225,7 @@ def verdicts(plan: fastckpt.tools.Plan) -> dict[str, bool]:
 
 
 def test_verdicts_follow_what_was_asked_for() -> None:
-    # 13.8 TB from 512 GPUs: 36, 18 and 9 s in the tiers.
+    # 512 GPUs write 13.8 TB in 36, 18 and 9 s in the tiers.
     job = {"size": "13.8TB", "tp": 8, "pp": 64, "dp": 6}
     assert verdicts(fastckpt.tools.plan(**job)) == {"light": True, "medium": True, "high": True}
     found = verdicts(fastckpt.tools.plan(**job, target_seconds=20))

@@ -32,7 +32,7 @@ def test_24_000_accelerators_save_every_6_2_minutes() -> None:
     # A day has room for 232.3 checkpoints, so 233 begin in a day.
     assert math.ceil(plan.checkpoints_per_day) == 233
     assert "up to 233 checkpoints" in str(plan)
-    # 1.16 PB: the published 1.1 is cut, not rounded.
+    # The plan has 1.16 PB: the published 1.1 is cut, not rounded.
     assert math.floor(plan.bytes_per_day / 1e14) / 10 == 1.1
     assert round(plan.sustained / 1e9) == 13
 
@@ -54,7 +54,7 @@ def test_3072_gpus_with_data_parallelism_6_have_512_writers() -> None:
     assert plan.writers_per_node == 8
     assert round(plan.write_per_gpu / 1e9, 2) == 0.53
     assert round(plan.write_per_node / 1e9, 1) == 4.3
-    # 50.5 s; the published 50 has one significant digit.
+    # The plan has 50.5 s; the published 50 has one significant digit.
     assert round(plan.seconds, -1) == 50
 
 

@@ -399,8 +399,8 @@ def test_the_best_interval_agrees_with_daly_where_the_formula_holds(cost: float,
     The test compares the training time between checkpoints, which Daly's formula gives. The goodput is flat at its
     maximum (5 % beside the maximum costs an eighth of a percent of the loss), so three things make the comparison
     meaningful: all intervals meet the same failures, 100,000 of them; the maximum is that of a curve fitted over a
-    factor of two to either side; and its standard error, from ten groups of runs, has to be small beside the bar. The
-    search does not begin at Daly's interval. As a check that does not depend on the fit, Daly's own interval loses
+    factor of two to either side; and its standard error, from ten groups of runs, must be small compared with the bar.
+    The search does not begin at Daly's interval. As a check that does not depend on the fit, Daly's own interval loses
     almost nothing against the best interval on the same failures.
     """
     found = simulate(**LARGE, cost=cost, restart=120.0, seed=seed)

@@ -151,7 +151,7 @@ def test_with_zero_1_the_weights_are_the_first_replicas_alone():
     assert all(share.weights for share in shares[:256])
     assert not any(share.weights for share in shares[256:])
     assert sum(share.bytes for share in shares) == pytest.approx(0.01 * WORKLOADS["llama3-405b"].bytes, rel=1e-4)
-    # The 11.8 and 8.85 GiB of MLPerf's ranks, a hundredth of them.
+    # These are a hundredth of the 11.8 and 8.85 GiB of MLPerf's ranks.
     assert shares[0].bytes / GIB == pytest.approx(0.118, rel=0.01)
     assert shares[511].bytes / GIB == pytest.approx(0.0885, rel=0.01)
 

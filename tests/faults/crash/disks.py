@@ -58,7 +58,7 @@ def formatted(kind: str) -> bytes:
 
 @contextlib.contextmanager
 def loop(path: str, *options: str) -> Iterator[str]:
-    """A block device for a file."""
+    """Yield a loop device for a file."""
     device = _run("losetup", "--find", "--show", *options, path)
     try:
         yield device
@@ -67,8 +67,8 @@ def loop(path: str, *options: str) -> Iterator[str]:
 
 
 def alone() -> None:
-    """Give this process a private mount namespace. A copy of its mounts in another program's namespace would keep a
-    file system alive that is unmounted here, and vice versa.
+    """Give this process a private mount namespace. Otherwise, a copy of its mounts in another program's namespace would
+    keep a file system alive that is unmounted here, and vice versa.
 
     Raises:
         OSError: no permission.
@@ -112,7 +112,7 @@ def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
     """Mount the content of a device, without the kernel's cache of its earlier content.
 
     Raises:
-        OSError: the file system does not accept it.
+        OSError: the file system does not accept the content.
     """
     # The open is exclusive: if the previous state were still mounted somewhere, this mount would show that state.
     file = os.open(device, os.O_RDONLY | os.O_EXCL)
@@ -170,7 +170,7 @@ class Shelf:
         self._size = size
 
     def put(self, image: np.ndarray, used: np.ndarray) -> None:
-        """Store an image: its pages, and which of them are not all zeros."""
+        """Store an image: its pages, and which pages are not all zeros."""
         _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
         where = np.flatnonzero(used)
         self._pages[where] = image[where]

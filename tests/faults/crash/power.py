@@ -1,4 +1,4 @@
-"""The trials: a scene is recorded, and many states of it are mounted and checked."""
+"""The trials: record a scene, and mount and check many of its states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from faults.row import Run
 
-#: States of one recording.
+#: The number of states of one recording.
 STATES = 20
 #: In one state out of this many, the trial also makes the next save.
 SWEPT = 4

@@ -221,12 +221,12 @@ class Managed(Scene):
 
 
 class OfRanks(Scene):
-    """Ranks that save together, each save over the previous one."""
+    """Ranks save together, each time over the previous checkpoint."""
 
     size = 2
 
     def play_in_ranks(self, point: Path, tell: Callable[[str], None]) -> None:
-        """Make all saves with processes of a group of torch."""
+        """Make all saves in the processes of a group of torch."""
         from faults import groups_that_go_on  # torch takes seconds
         from harness import groups
 
@@ -248,7 +248,7 @@ class OfRanks(Scene):
 
 
 class OfFourRanks(OfRanks):
-    """More than one rank sends to rank 0."""
+    """Four ranks save together, so that more than one rank sends to rank 0."""
 
     size = 4
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Told = Callable[[int], None]
 
-#: Seconds that ranks wait for one another.
+#: Seconds for which ranks wait for one another.
 PATIENCE = 20.0
 
 

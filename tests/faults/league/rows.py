@@ -98,7 +98,7 @@ class Trial:
 
 
 def kill(trial: Trial, first: int) -> str:
-    """SIGKILL at a random moment of the save after the step ``first``, or of the work after it."""
+    """Send SIGKILL at a random moment of the save after the step ``first``, or of the work after that save."""
     child = trial.train(range(1, 200))
     child.read(time.monotonic() + HUNG, first + 1)
     began = time.monotonic()
@@ -117,7 +117,7 @@ def undisturbed(trial: Trial) -> str:
 
 
 def first_save(trial: Trial) -> str:
-    """SIGKILL at a random moment before the first step is reported."""
+    """Send SIGKILL at a random moment before the first step is reported."""
     child = trial.train([1])
     began = time.monotonic()
     child.read(began + HUNG, 1)
@@ -133,12 +133,12 @@ def first_save(trial: Trial) -> str:
 
 
 def in_a_save(trial: Trial) -> str:
-    """SIGKILL during a save, with older checkpoints."""
+    """Send SIGKILL during a save when older checkpoints exist."""
     return kill(trial, 1)
 
 
 def in_retention(trial: Trial) -> str:
-    """SIGKILL around the removal of older checkpoints, after more saves than the library keeps."""
+    """Send SIGKILL around the removal of older checkpoints, after more saves than the library keeps."""
     return kill(trial, 1 + (trial.library.keeps or 2))
 
 
@@ -202,7 +202,7 @@ def full_disk(trial: Trial) -> str:
 
 
 def power_cut(trial: Trial) -> str:
-    """ext4 on a device with a volatile cache, after a power cut (:mod:`faults.crash`)."""
+    """Cut the power of ext4 on a device with a volatile cache (:mod:`faults.crash`)."""
     kind, home = "ext4", trial.directory
     with disks.recorded(kind, trial.draw.randrange(1 << 30), home) as (point, mark, log):
         trial.directory = point

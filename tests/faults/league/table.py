@@ -1,4 +1,4 @@
-"""The table of libraries in docs/reliability.md, from docs/league.json."""
+"""Makes the table of libraries in docs/reliability.md from docs/league.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No room: for pages, for names, or within a quota; and files that may not grow."""
+"""No space for pages, for names, or within a quota; and files that may not grow."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def undisturbed(scene: Scene, point: Path) -> float:
 
 @contextlib.contextmanager
 def served(place: Path) -> Iterator[Mount]:
-    """The mount that fails."""
+    """Yield the mount that fails."""
     point = place / "troubled"
     point.mkdir()
     mount = Mount(str(point), "faults.trouble.mount")
