@@ -1,4 +1,4 @@
-"""For how long asynchronous saves stop training and when their checkpoints are durable: fastckpt beside its peers.
+"""How long an asynchronous save stops training, and when the checkpoint is durable, beside the peers.
 
     python benchmarks/async.py --size 2 --rounds 5 --markdown --json async.json
     python benchmarks/async.py --peers-path DIR     # where ``pip install --target DIR torch_checkpointing`` went

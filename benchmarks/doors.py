@@ -13,8 +13,8 @@ Each framework saves the same Llama with Adam's moments, in single precision, wi
   dropped from the page cache first. torchtitan loads a given step.
 
 Every tensor changes before each save. torchtitan has no adapter, so tensors have its own names. Figures are medians
-without the first round; the host backs the page cache (benchmarks/README.md). GB is 10^9 bytes. ``scripts/setup``
-installs the frameworks except Ray Train, which runs in separate processes: ``pip install --group ray``.
+without the first round; the page cache uses memory that the host backs (benchmarks/README.md). GB is 10^9 bytes.
+``scripts/setup`` installs the frameworks except Ray Train (``pip install --group ray``), which has its own processes.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Torchtitan(Contender):
 
 
 class DeepSpeed(Contender):
-    """An engine of DeepSpeed with ZeRO 1. DeepSpeed removes none, so each save removes the last but one."""
+    """An engine of DeepSpeed with ZeRO 1. DeepSpeed removes no checkpoint, so each save removes the last but one."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
         # DeepSpeed reads these variables, some of them when it is imported.

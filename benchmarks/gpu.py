@@ -43,7 +43,7 @@ from fastckpt._tools.bench import raw
 
 #: The number of tensors in the state of many small ones, and bytes of each; fewer tensors if time is short.
 MANY, MANY_BYTES = 60_000, 16384
-#: Bytes of the test of the storage's speed, and the share of the time for a round of all contenders at that speed.
+#: Bytes that show how fast the storage is, and the share of the time for a round of all contenders at that speed.
 PROBE, ROUND = 256 * MB, 0.2
 #: The largest share of the time that one operation of one contender may take.
 PATIENCE = 0.25
@@ -104,8 +104,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=DEVICES)
     parser.add_argument("--size", type=float, default=2.0, help="GB of state (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=Path(), help="where to save (default: here)")
-    parser.add_argument("--seconds", type=float, default=120, help="time for all rounds (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="the most rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120, help="seconds for all rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="maximum number of rounds (default: %(default)s)")
     parser.add_argument("--peers", help="contenders by name, with commas (default: all)")
     parser.add_argument("--json", type=Path, help="write the figures to this file, not to stdout")
     return parser.parse_args(words)

@@ -41,7 +41,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--size", type=float, default=2.0, help="GB of the state, and of the reader's file (default: 2)"
     )
-    parser.add_argument("--share", type=float, default=0.5, help="limit over the disk's write rate (default: 0.5)")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the disk's write rate (default: 0.5)")
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure the reader alone (default: 2)")
     parser.add_argument("--reader-depth", type=options.positive, default=1, help="its blocks in flight (default: 1)")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")

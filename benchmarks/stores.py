@@ -11,7 +11,7 @@ In each round, all three ways read the same objects, and a different way is firs
 
 ``--store http`` (the default) reads over HTTP from a server on loopback that acts like S3
 (``bench/object_server.py``, in a separate process, from the page cache). ``--store files`` has the client read files
-itself, without a network: nothing waits, so the overhead of a load counts most. The host backs the memory of all
+itself, without a network: nothing waits, so the overhead of a load counts most. All use memory that the host backs
 (benchmarks/README.md). ``--url`` is the place of an existing checkpoint in a real store. GB is 10^9 bytes; the
 processor time of this process is printed beside the speed. ``--check`` exits with 1 when a load has less than 0.75 of
 the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit that a figure must keep or reach.
+    """An upper or lower limit of a figure.
 
     Attributes:
         what: a description of the figure.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Bytes of the state for which the stall of a lazy save has a limit, and the limit in milliseconds.
 STALL_BYTES, STALL_MS = 9.5 * GB, 5.0
 CALLS, COPIED = 70.0, 0.0
-#: The least bytes of a state in which calls count: in a smaller one, the partly filled last call weighs too much.
+#: The minimum bytes of a state for the bar on calls: in a smaller state, the partly filled last call weighs too much.
 CALLS_BYTES = 0.5 * GB
 DISK, TMPFS = 0.95, 0.8
 

@@ -141,7 +141,7 @@ def measure_counts(device: Device, workload: DeviceWorkload, directory: Path) ->
     where = str(device.device)
 
     def again(run: Callable[[], Any]) -> dict[str, Any]:
-        # The second call counts: everything that is kept between calls exists by then.
+        # Only the second call is counted: everything that is kept between calls exists by then.
         run()
         found, _ = operation(device, pinned, run)
         return found

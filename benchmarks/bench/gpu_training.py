@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Steps that are queued when a save is requested.
 QUEUED = 2
-#: The least seconds of a window, and the most steps in it.
+#: The minimum seconds of a window, and the maximum number of steps in it.
 WINDOW, MOST = 1.0, 400
 
 

@@ -46,7 +46,7 @@ def mounted(size: int, memory: Path = Path("/dev/shm")) -> Iterator[Path]:  # no
         device = command("losetup", "--find", "--show", "--direct-io=on", str(image))
         undo.callback(command, "losetup", "--detach", device)
         if Path(f"/sys/block/{Path(device).name}/loop/dio").read_text().strip() != "1":
-            raise OSError(f"{device} on {memory} does no direct I/O: this needs tmpfs of Linux 6.6 or newer")
+            raise OSError(f"{device} on {memory} does no direct I/O: tmpfs supports it since Linux 6.6")
         eager = "nodiscard,lazy_itable_init=0,lazy_journal_init=0"
         command("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-E", eager, device)
         command("mount", "-o", "nodiscard", device, str(point))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-# The least seconds that the import of a contender's libraries may take.
+# The shortest time limit in seconds for the import of a contender's libraries.
 IMPORTS = 120
 
 # The operations of a round, in order. Cold and hot loads differ only by what the parent does with the page cache.
@@ -221,7 +221,7 @@ class Process:
         return self.go()
 
     def close(self) -> None:
-        """Let the process end its current call, so that no call writes into a directory that is being removed."""
+        """End the process, but after its current call: that might write into a directory that is being removed."""
         self.connection.close()
         self.process.join(timeout=30)
         self.process.kill()

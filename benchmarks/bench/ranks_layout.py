@@ -101,7 +101,7 @@ def ep_fsdp(ranks: int) -> Callable[[str, str], Spread]:
 
 
 def pp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Make eight stages of ten layers, each of which cuts its tensors by rows."""
+    """Make eight stages of ten layers; each stage cuts its tensors by rows."""
 
     def spread(name: str, _: str) -> Spread:
         layer = name.split(".")[1] if name.startswith("layers.") else "0" if name == "embed" else str(LAYERS - 1)
@@ -124,7 +124,7 @@ KINDS = {
 
 
 def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
-    """Return the layout of a job and its bytes. ``team``: ranks per team, 0: as many as pieces need, 1: none."""
+    """Return the layout of a job and its bytes. ``team``: ranks per team; 0: as many as pieces need; 1: none."""
     spread_of = KINDS[kind](ranks)
     numbers: dict[Spread, int] = {}
     tensors = []

@@ -3,7 +3,7 @@
     python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
 
 From the store's view, every client is a rank, with the package's protocol, connections and threads. No client has
-tensors. A save sends the messages of a save of an FSDP state to a file system that many machines share: each rank sends
+tensors. A save sends the messages for an FSDP state and a file system that many machines share: each rank sends
 the checksums of the ranges that the layout assigns to it. In a restore, the newest checkpoint has one damaged block,
 which one rank reads, so the ranks load the previous one. In a preemption, one rank receives a signal in the middle of a
 step, and all ranks stop at one step. The server has its own process, and the clients share a few processes; all share

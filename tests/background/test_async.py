@@ -308,7 +308,7 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
 
 
 def _let_go_where_it_is_waited_for(gate, pending):
-    """Let a held save continue once a call waits for its path, and check that the save ends before the wait."""
+    """Let a held save continue once a call waits for its path, and check that the save has ended after the wait."""
 
     def letting_go(wait_for_paths):
         def wait(*paths):
@@ -378,7 +378,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     broken.finished.wait(60)
     with pytest.warns(RuntimeWarning, match=r"no/c failed, and its result was never requested"):
-        # A synchronous save may be the last act of a failing program, so it only warns, and saves.
+        # A synchronous save may be the last act of a failing program, so it saves, and only warns.
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
     with pytest.raises(FileNotFoundError) as caught:
@@ -723,7 +723,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["alone", "fork", "fork after a save", "forkserver", "spawn"])
 def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
-    """No logging is configured. Even children report failures: forked by multiprocessing, they never reach atexit."""
+    """Without configured logging, even children report failures; if multiprocessing forks, they never reach atexit."""
     program = tmp_path / "program.py"
     program.write_text(BROKEN)
     command, environment = [sys.executable, program, method, tmp_path / "c"], zygote.environment()

@@ -87,7 +87,7 @@ def children(children_with_torch):
 
 
 def threads_started(children, directory, **options):
-    """Count the threads that an asynchronous save starts to copy, to write, and for the rest, not all at once."""
+    """Count the threads that an asynchronous save starts to copy, to write, and for the rest; they need not overlap."""
     child = children.start("snapshot_of_floats", path=str(directory / "c"), count=8 << 20, **options)
     child.next()
     with strace.attached(child.pid, directory / "log", "clone,clone3,prctl") as trace:

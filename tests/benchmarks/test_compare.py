@@ -29,8 +29,8 @@ def _torch():
 def script(children_with_torch, tmp_path):
     """Run a script once, in ``tmp_path``; return its JSON document and its output. No other files may be left there.
 
-    ``spawns``: run the script and each contender in a new interpreter, as users do, which takes seconds to import
-    torch. ``children``: the process to fork from, for scripts with more imports.
+    ``spawns``: run the script and each contender in new interpreters, as users do; the import of torch takes seconds
+    there. ``children``: the process to fork from, for scripts with more imports.
     """
 
     def go(name, *options, spawns=False, children=children_with_torch):

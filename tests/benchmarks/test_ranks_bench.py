@@ -45,7 +45,7 @@ def test_ranks_measures_everybody_and_checks_its_bars(children_with_torch, tmp_p
     # Direct and buffered writes both count: everything is written once.
     assert 0.9 < results["fsdp save fastckpt"]["written_per_byte"] < 1.5
     assert results["fsdp save dcp_hf"]["written_per_byte"] > 1.9
-    # Such a small state may miss any bar, but each bar is measured and has a status.
+    # A state this small may miss any bar, but each bar is measured and has a status.
     assert len(document["bars"]) == 8
     assert all(bar["measured"] is not None for bar in document["bars"])
     assert done.returncode == int(not all(bar["met"] for bar in document["bars"]))

@@ -355,7 +355,7 @@ def test_the_doctor_names_what_cannot_be_written(spec, volume):
 
 
 def test_the_monitor_outside_sees_the_job_inside(spec, place):
-    """As in docs/telemetry.md, 10: it sees the job as root through /proc, or by a directory, shared or in /dev/shm."""
+    """As in docs/telemetry.md, 10: as root through /proc, by a shared directory, or by one bound to /dev/shm."""
     # A volume of Kubernetes belongs to root; the job makes its own directory there.
     shared, bound = owned(place / "telemetry", 0), owned(place / "bound")
     shared.chmod(0o777)

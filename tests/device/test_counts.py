@@ -15,7 +15,7 @@ from harness.reports import with_report
 from harness.standin import faults
 
 MIB = 1 << 20
-#: The least bytes that one call of the core passes, except at the ends of files and of workers' shares.
+#: The minimum bytes that one call of the core passes, except at the ends of files and of workers' shares.
 BATCH = 16 * MIB
 #: Calls for the remainder: one for each worker, and one more.
 THREADS = 2

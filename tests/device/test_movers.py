@@ -140,7 +140,7 @@ class TestStaging(OnDevice):
     late = 0.0
 
     def test_copies_go_to_and_from_it(self):
-        """All bytes of a save, a load and reads of an open checkpoint use it, even if converted or reordered."""
+        """All bytes of a save, a load and reads of an open checkpoint use this, even if converted or reordered."""
         seen = []
 
         def note(name):

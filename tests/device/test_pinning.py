@@ -1,4 +1,4 @@
-"""Host memory that is registered with the device: in the background, within limits, and until it is freed."""
+"""Host memory is registered with the device in the background, within limits, and unregistered before it is freed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
 
 
 def test_each_page_says_for_whom_it_is(site, pages):
-    """The first line of a page says this, with its contents. The reference of a module describes the module."""
+    """The first line of a page names its readers and its contents. The reference of a module describes the module."""
     others = {"genindex.html", "py-modindex.html", "search.html", "code-of-conduct.html"}
     found = [file for file in pages if file.name not in others and file.parent.name not in {"api", "_modules"}]
     assert len(found) > 60

@@ -1,7 +1,7 @@
 """Groups of ranks that continue after an event: drawn events at drawn entry points.
 
 A trial has a group of two to four processes, which make the same call five times. Ranks meet before each call, as in
-training, or do not. In one call, an event happens: a rank misses the call, its state cannot be saved, the rank or the
+training, or do not. In one call, an event happens: a rank misses the call, its state cannot be saved, it or the
 group's store is stopped, or its program leaves the manager. Any outcome of that call and, if ranks do not meet, of the
 next call is allowed. All later calls must succeed on all ranks. If a rank's save returned, the checkpoint must be there
 and belong to one call; if a rank's error says that nothing was committed, nothing may be there.
@@ -120,13 +120,13 @@ class Alone:
         getattr(self, self.entry)(number, timeout, bad)
 
     def save(self, number, timeout, bad):
-        """Saves each to a separate path."""
+        """Each save has a separate path."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_over(self, number, timeout, bad):
-        """Saves each over the previous checkpoint."""
+        """Each save replaces the previous checkpoint."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
@@ -152,7 +152,7 @@ class Alone:
         self.compare(into, number)
 
     def load(self, number, timeout, bad):
-        """Loads each from a different path, so that the loads are distinguishable."""
+        """Each load has a different path, so that the loads are distinguishable."""
         name = "none" if bad else f"there-{number}"
         found = fastckpt.distributed.load(f"{self.path}/{name}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         self.compare(found, number)

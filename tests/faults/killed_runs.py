@@ -4,7 +4,7 @@ A child forked for each round restores, saves and removes as fast as it can, wit
 when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
 or preempts it, after which the child's current step must be durable. After each kill another child must be able to
 restore, without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent keeps the
-acknowledged step, against which it checks.
+acknowledged step, with which the result is compared.
 
 The states contain the number of the round, which shows their order. In some rounds, the child first goes back to an
 older step, with or without the removal of newer steps, and begins a branch from there. Once a step of it is
@@ -119,7 +119,7 @@ def train(directory, remote, tell, plan):
     discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
-        # A copy may become durable in the moment in which all newer checkpoints are about to be removed.
+        # A copy may become durable while all newer checkpoints are about to be removed.
         with telling:
             if not discarded or place <= discarded[0]:
                 tell(kind, place)

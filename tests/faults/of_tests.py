@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
-    """Run all trials of the tests, perhaps under another program. A test's property ``trials`` is its count, or 1."""
+    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or as 1."""
     report = run.place / "report.xml"
     command = [*under, sys.executable, "-m", "pytest", "-q", "-x" if run.most == 1 else "--maxfail=10"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]

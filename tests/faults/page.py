@@ -14,8 +14,8 @@ DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
 
 _HEAD = """# What survives
 
-For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats this in
-a checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) describes how.
+For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats the
+campaign in a checkout ([how](../CONTRIBUTING.md)).
 
 A trial is one fault and the check after it. The record of acknowledged saves is kept outside the program under test. 0
 violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. If a
@@ -72,9 +72,9 @@ def page(document: dict[str, Any]) -> str:
 
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
-_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard removed at a time, and
-the rows must detect this. Each mutant is caught. The file system decides when a missing sync shows: for a shard, whose
-blocks are allocated beforehand, at once on btrfs, but on ext4 and XFS only if the device completes writes late.
+_MUTANTS = """A campaign that finds nothing may be blind. So fastckpt is built with one guard removed at a time, and the
+rows must detect each mutant. Each is caught. The file system decides when a missing sync shows: for a shard, whose
+blocks are allocated beforehand, at once on btrfs, but on ext4 and XFS only if the device completes late.
 """
 
 

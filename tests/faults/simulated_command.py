@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=600, help="power cuts of each program")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--hours", type=float, default=24.0, help="longest time in hours")
+    parser.add_argument("--hours", type=float, default=24.0, help="maximum time in hours")
     parser.add_argument("--results", type=Path, default=TESTS.parent / "target" / "faults" / "simulated.json")
     parser.add_argument("--mutants", action="store_true", help="try the mutants")
     parser.add_argument("--record", type=Path, help="try the record of a violation again")

@@ -55,7 +55,7 @@ class Places:
         return [each for at, each in enumerate(self.record) if at not in dropped] if dropped else None
 
     def syncs(self, fits: Callable[[str], bool]) -> set[int]:
-        """Return the syncs of nodes with this name."""
+        """Return the syncs of nodes whose names fit."""
         return {at for at, (_, name) in self.synced.items() if fits(name)}
 
     def next_sync(self, at: int, folder: int) -> int | None:
@@ -90,7 +90,7 @@ def _parent(places: Places, _: random.Random) -> Record | None:
 
 
 def _above(places: Places, _: random.Random) -> Record | None:
-    """Return the directories above the checkpoint, whose names are synced as each is made."""
+    """Delete the syncs that make the names of new directories above the checkpoint durable."""
     dropped = set()
     for at, operation in enumerate(places.record[:-2]):
         if isinstance(operation, Make) and operation.folder and isinstance(places.record[at + 1], Names):
@@ -102,7 +102,7 @@ def _above(places: Places, _: random.Random) -> Record | None:
 
 
 def _pin(places: Places, _: random.Random) -> Record | None:
-    """Return the directory in which a pin is set."""
+    """Delete the sync of the directory in which a pin is set."""
     dropped = set()
     for at, operation in enumerate(places.record):
         if isinstance(operation, Names) and operation.changes[0][1].endswith(".pin") and operation.changes[0][2]:
@@ -111,7 +111,7 @@ def _pin(places: Places, _: random.Random) -> Record | None:
 
 
 def _before_two_renames(places: Places, _: random.Random) -> Record | None:
-    """Return the sync after which the old checkpoint is moved aside if names cannot be exchanged."""
+    """Delete the sync after which the old checkpoint is moved aside if names cannot be exchanged."""
     dropped = set()
     for at, operation in enumerate(places.record):
         if isinstance(operation, Names) and any(".old-" in name and node for _, name, node in operation.changes):

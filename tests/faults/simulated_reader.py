@@ -200,7 +200,7 @@ def restored(path: Path, sizes: tuple[int, ...]) -> Any:
 
 
 def continued(path: Path, remote: Path | None, sizes: tuple[int, ...], before: Any, *, fresh: bool) -> str:
-    """Return the fault when a run continues from a found state; ``fresh``: or begins, as nothing was acknowledged.
+    """Return the fault when a run continues from a found state; ``fresh``: or begins, if nothing was acknowledged.
 
     Leftovers of a copy to the remote tier are a trace of a run, at which a restore stops until a person decides.
     """

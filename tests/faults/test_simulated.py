@@ -109,7 +109,7 @@ def told(operation):
 
 @pytest.mark.root
 def test_a_run_that_has_gone_back_stays_there(stage):
-    """The newer checkpoint may be pinned: then nothing is removed, and no removal syncs the directory."""
+    """The newer checkpoint is pinned: then nothing is removed, and no removal syncs the directory."""
     act = {"keep": 2, "background": False, "each": True, "remote": False}
     saves = act | {"first": 0, "saves": 2, "back": None, "pin": 2}
     back = act | {"first": 100, "saves": 0, "back": [2, True], "pin": None}

@@ -1,4 +1,4 @@
-"""Tests which reader reads which checkpoint: each library writes its kind, and each reader reads each kind.
+"""Tests which reader reads which checkpoint: each library writes its kind, and each reader tries each kind.
 
     PYTHONPATH=python:tests python tests/integrations/formats.py
 

@@ -91,7 +91,7 @@ def train(
     inputs = torch.randn(8 * EPOCH * ranks, 16)
     rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = StatefulDataLoader(rows, batch_size=8, sampler=StatefulDistributedSampler(rows, ranks, rank))
-    # It has its own generator: a resumed run has evaluated less often, and would take fewer numbers from torch's.
+    # This loader has its own generator: a resumed run evaluates less often, and would take fewer of torch's numbers.
     evaluated = torch.utils.data.DataLoader(rows, batch_size=32, generator=torch.Generator()) if evaluates else None
     model = module()(width=32, lora=lora)
     lightning.seed_everything(1 + rank)

@@ -53,6 +53,6 @@ def test_the_plugin(libraries, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1])
     (tmp_path / "checkpoint-15").mkdir()
     assert play(**auto) == (five, 5, 10)
-    # With an explicit path, or without a resume, it behaves as without the plugin.
+    # With an explicit path, or without a resume, Axolotl behaves as without the plugin.
     assert play(resume_from_checkpoint=five, **auto) == (five, 5, 10)
     assert play() == (None, 0, 10)

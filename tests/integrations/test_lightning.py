@@ -133,7 +133,7 @@ def test_strategies_that_read_files_of_torch_write_them(tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"save_last": "link"}, {"epochs": True}], ids=["link", "epochs"])
 def test_it_goes_on_as_lightning_does(libraries, tmp_path, arguments):
-    """Links lead to the last of the best checkpoints; after the end of an epoch, one without batches begins."""
+    """Links lead to the last of the best, not to the last; after the end of an epoch, one without batches begins."""
     ends = []
     for name, installed in (("ours", True), ("theirs", False)):
         for strike in (13, 22):

@@ -191,7 +191,7 @@ def test_a_description_that_is_wrong_replaces_nothing(tmp_path, given):
 
 
 def test_a_header_that_is_too_long_is_refused(tmp_path):
-    """safetensors refuses it, too: no reader could open the file."""
+    """safetensors also refuses this header: no reader could open the file."""
     path = tmp_path / "m.safetensors"
     for save in (safetensors.numpy.save_file, door.save_file):
         with pytest.raises(SafetensorError, match=r"header too large|more than 100000000 bytes"):
@@ -598,7 +598,7 @@ def test_a_loader_belongs_to_its_process(checkpoint):
 
 
 def test_to_cuda_safetensors_fetches_where_it_can(checkpoint):
-    """It fetches after the planned tensors were verified."""
+    """safetensors fetches after the planned tensors were verified."""
     calls = []
 
     class Newer:

@@ -121,7 +121,7 @@ def test_what_a_new_file_would_not_be_is_torchs(state, tmp_path):
 
 
 def test_a_save_inside_of_another_leaves_its_sums_off(tmp_path):
-    """So does a save in another thread. Mutant: each save switches torch's checksums on again at its end."""
+    """A save in another thread does so, too. Mutant: each save switches torch's checksums on again at its end."""
     seen = []
 
     class Outer:

@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
     else:
         (path / "fastckpt.json").unlink()  # as after a Trainer was killed in its save
         (path / "trainer_state.json").unlink()
-    # One program passes the directory with the highest number, as Axolotl does; the other has text arguments.
+    # One program passes the directory with the highest number, as Axolotl does; the others have text arguments.
     resume = str(path) if what == "a directory in the way" else "True"
     assert ended(play(libraries, tmp_path, resume=resume, **arguments)) == wanted
     told = (tmp_path / "log.txt").read_text()

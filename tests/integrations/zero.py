@@ -384,7 +384,7 @@ def partly(folder, stage):
 
 
 def theirs(folder):
-    """DeepSpeed loads its own checkpoint, and fastckpt does not replace it; returns the error of that save."""
+    """Let DeepSpeed load its own checkpoint, which fastckpt does not replace; return the error of a save over it."""
     engine = begin(1)
     train(engine, 2)
     engine.save_checkpoint(folder)

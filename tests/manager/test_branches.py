@@ -29,7 +29,7 @@ def test_a_restart_follows_the_branch_that_saved_last(rolled):
     manager = fastckpt.Manager(rolled, read_only=True)
     assert (manager.latest(), manager.best("loss", "max"), manager.steps()) == (2100, 2100, [1000, 2000, 2100, 3000])
     assert kept(manager)[3000] == ["left behind, until the run has passed it"] or not manager.policies
-    # If the new branch lacks a step, a restore does not use the old branch's step with this number.
+    # A restore does not fall back to a step that only the old branch has; that step is still there under its number.
     damage(rolled / "step-00002100")
     with pytest.warns(RuntimeWarning, match="step-00002100"):
         assert restored(rolled) == (2000, "a")

@@ -336,7 +336,7 @@ def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
     alone.run(4000)
     slowed.run(4000)
     assert alone.timing.cost == pytest.approx(0.5)
-    # A fifth of the write time is lost to training.
+    # Training loses a fifth of the time of the write.
     assert slowed.timing.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
     assert slowed.gaps[-1] > 3 * alone.gaps[-1]
 

@@ -56,7 +56,7 @@ def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
 
 @pytest.mark.parametrize("moment", ["adam.m", "AdamW.0.m", "muon.m", "state.0.exp_avg", "inner.w.momentum_buffer"])
 def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_path, moment):
-    """The model is not in a group of its own. Mutants: such names are ignored; such names count as weights."""
+    """The model has no separate group. Mutants: such names are ignored; such names count as weights."""
 
     def one(weight, number):
         return {"policy": {"w": full(weight)}, "others": {moment: full(number)}}

@@ -189,7 +189,7 @@ def test_what_weakens_the_module_is_found(module):
 
 @pytest.mark.parametrize("left", [b".symtab", b".debug_info"])
 def test_a_module_that_is_not_stripped_is_found(module, left):
-    """Another section is renamed to a section that debuggers read; its name is at least as long."""
+    """A section with another name, as long or longer, gets the name of a section that debuggers read."""
     names = ELFFile(io.BytesIO(module)).get_section(ELFFile(io.BytesIO(module))["e_shstrndx"])
     at = names["sh_offset"] + names.data().index(b".eh_frame_hdr\0")
     renamed = poked(module, at, left + b"\0")

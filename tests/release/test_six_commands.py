@@ -29,7 +29,7 @@ def shell(command, where, environment, status=0):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """The directory of wheels that the page collects: fastckpt's and their requirements, for this Python."""
+    """The directory of wheels that the page collects: fastckpt's and those of its requirements, for this Python."""
     built = sorted((ROOT / "target" / "wheels").glob("*.whl"))
     if not {"fastckpt_io", "fastckpt_top"} <= {wheel.name.split("-")[0] for wheel in built}:
         needs.missing("needs the wheels in target/wheels (GROUP=dev scripts/setup)")

@@ -325,7 +325,7 @@ PATIENCE = 300
 
 
 class Measured(NamedTuple):
-    """The end of a conversion, and the bytes of memory of it and of its child beyond their modules.
+    """The end of a conversion, and the bytes of memory that it and its child took beyond their modules.
 
     ``held`` is the memory without a file behind it when the written file is synced: the kernel cannot reclaim it.
     """

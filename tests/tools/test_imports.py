@@ -17,7 +17,7 @@ COPIES = "hugging_face.py"
 
 
 def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
-    """Return a file's imports in ``folder``: ``X`` of the package, ``*`` for the package, ``X.`` of module X."""
+    """Yield a file's imports in ``folder``: ``X`` of the package, ``*`` for the package, ``X.`` of module X."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:

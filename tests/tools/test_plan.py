@@ -299,7 +299,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_a_node_is_what_a_save_in_the_background_takes(tmp_path: Path) -> None:
-    """The test measures the process, whose memory stays after a save, not the formula. For ranks, see tests/ranks."""
+    """The test measures a process, without the formula: memory stays after a save. For ranks, see tests/ranks."""
     code = """
 import pathlib, re, sys, numpy, fastckpt
 def anonymous():

@@ -1,6 +1,6 @@
 """Published figures: the plan's arithmetic must agree with each within its rounding.
 
-Published figures are rounded, or cut, to few digits; each assertion rounds to as many.
+Published figures are rounded, or cut, to few digits; each assertion shows to how many.
 """
 
 from __future__ import annotations

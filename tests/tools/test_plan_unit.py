@@ -340,7 +340,7 @@ LARGE: dict[str, Any] = {"accelerators": 24_000, "mttf_gpu": 49_600 * HOUR}
 
 
 def by_hand(lengths: list[float], interval: float, cost: float, restart: float, lag: float) -> float:
-    """Compute the training that is kept, failure by failure: a simple form of the simulation."""
+    """Return the seconds of training that are kept, failure by failure: the simulation in a step-by-step form."""
     trained = 0.0
     for length in lengths:
         clock = restart
@@ -496,7 +496,7 @@ def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixtur
 
 # --- published sizes --------------------------------------------------------------------------------------------------
 
-#: By model: published size, the most bytes by which rounding changes it, shape, ZeRO stage, processes. 105 is rounded
+#: By model: published size, the most by which rounding changes it, shape, ZeRO stage, processes. 105 is rounded
 #: to 1 GiB and 5.29 to 10 GiB; 912 is eight nodes of a 114 that is rounded to 1; 18 is rounded to 1000.
 PUBLISHED = {
     "llama3-8b": (105, 0.5, (1, 1, 8), 3, 8),

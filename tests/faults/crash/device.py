@@ -3,7 +3,7 @@
     python -m faults.crash.device POINT IMAGE SEED
 
 The disk completes writes late and out of order, and logs everything. A flush covers only the writes that were complete
-when it arrived. A line of standard input is a mark for the log, or ``dump PATH``, which writes the log.
+when it arrived. A line of standard input is a mark for the log, or ``dump PATH``, which writes the log there.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Overwrites(Scene):
 
 
 class FirstSaves(Scene):
-    """Saves each to a different path, below directories that the first save makes."""
+    """Each save has a different path, below directories that the first save makes."""
 
     def path(self, point: Path, number: int) -> Path:
         return point / "runs" / "mine" / f"step-{number}"

@@ -10,7 +10,7 @@ import torch
 TENSORS, LENGTH = 8, 128 << 10
 #: The number of the run: states of different runs differ.
 run = 0
-#: The distance of runs: more than the steps of a run.
+#: The distance between two runs, in steps: more than a run has.
 RUN = 1000
 
 

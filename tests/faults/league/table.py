@@ -10,14 +10,14 @@ DATA = Path(__file__).parents[3] / "docs" / "league.json"
 
 _HEAD = """## Other libraries
 
-The same faults were injected into the usual ways to save checkpoints, each used as documented, with one process and 4
-MiB. The table shows how many trials ended well, and how the others ended. A trial is **good** if the run continues from
-the last step that was reported as saved, and saves again; after a flipped bit or a zeroed block, if no wrong bytes are
-loaded silently. Otherwise the step is **lost** (the run continues from an older step, or from the beginning), the run
-is **stuck** until a person removes or repairs something, the state is silently **wrong**, or the program does not end
+The table shows the same faults with the usual ways to save checkpoints, each as in its documentation, with one process
+and 4 MiB: how many trials ended well, and how the others ended. A trial is **good** if the run continues from the last
+step that was reported as saved, and saves again; after a flipped bit or a zeroed block, if no wrong bytes are loaded
+silently. Otherwise the step is **lost** (the run continues from an older step, or from the beginning), the run is
+**stuck** until a person removes or repairs something, the state is silently **wrong**, or the program does not end
 within a minute (**hung**; ranks may wait for 20 s). The resume uses the newest checkpoint, as the library finds it, or
 by the number in its name if the library has no rule. Few of these libraries promise to survive these faults; the links
-lead to their promises. `python -m tests.faults.league` repeats the trials.
+lead to their promises. `python -m tests.faults.league` repeats these trials.
 """
 
 

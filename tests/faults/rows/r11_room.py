@@ -31,7 +31,7 @@ BALLAST = "ballast"
 
 
 class Room(NamedTuple):
-    """A mount whose space, names or quota can be filled up to a rest, and freed.
+    """A mount whose space, names or quota can be filled except for a given amount, and freed.
 
     Attributes:
         point: the mount point.

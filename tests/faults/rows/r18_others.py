@@ -22,7 +22,7 @@ ROWS = [
     Row(
         19,
         "two savers",
-        "If several savers use one path, it gets one whole checkpoint; the other savers get a warning or an error.",
+        "If several savers use one path, it holds one whole checkpoint; the other savers get a warning or an error.",
         "savers stopped before a system call while a rival commits; two at once, killed",
         "each saver succeeds alone",
         **row(

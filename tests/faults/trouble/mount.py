@@ -7,7 +7,7 @@ is a request in JSON, and gets one line as an answer:
 - ``{"reset": true}``: forget all files; no process may have anything open here.
 - ``{"image": PATH}``: the file ``disk`` gets the content of the file at that path.
 - ``{"arm": [CODES], "at": K, "errno": N, "once": BOOL}``: the K-th call with one of these codes fails, and without
-  ``once`` also later ones. With ``"lie": HOW`` in place of ``errno``, a call reports success but does something else.
+  ``once`` so do later calls. With ``"lie": HOW`` in place of ``errno``, a call reports success but does something else.
 - ``{"heal": true}``: no more failures; ``{"came": N, "counts": {CODE: N}}`` has failures since ``arm`` and calls.
 """
 
