@@ -110,7 +110,7 @@ def back_memory(size: int) -> None:
 
 
 def drop_caches(path: Path) -> str:
-    """Drop the files in ``path`` from the page cache; return a description of the way."""
+    """Drop the files in ``path`` from the page cache; return how that was done."""
     os.sync()
     if caches.drop():
         return "dropped through /proc/sys/vm/drop_caches"
