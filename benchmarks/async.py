@@ -6,17 +6,17 @@
 Four things are measured, each as a ratio within one run:
 
 - **Stall** of ``save_async`` against one memcpy of the same state into existing memory, with the same number of
-  threads (``ctypes.memmove``, tensors divided among the threads), in turn in every round. The first save is
-  left out: it touches its memory for the first time.
-- **Lazy stall**: the same for ``IO(lazy=True)``, in milliseconds, and the wait of a step that follows at once.
+  threads (``ctypes.memmove``, tensors divided among the threads); both run in every round. The first save is left out,
+  because it touches its memory for the first time.
+- **Lazy stall**: the stall with ``IO(lazy=True)``, in milliseconds, and how long a step right after the call waits.
 - **Peers**: ``torch.distributed.checkpoint.async_save`` in one process, writing with as many threads, with its default
   stager and with a stager that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode if it
-  is installed: the seconds until the call returns, and until the checkpoint is durable. They sync nothing, or not
-  everything, so an fsync of every file and directory is added to their time to durability and to nothing else.
-  Contenders take turns, and each round begins with another one.
+  is installed: the seconds until the call returns, and until the checkpoint is durable. The peers sync nothing, or not
+  everything, so only their time to durability includes an fsync of every file and directory. Contenders take turns, and
+  each round begins with a different contender.
 - **Step time** of a training loop of matrix products with and without a save in the background,
-  ``IO(threads=1, nice=10)``; torch has the cores of the machine. The stall is not part of a step and is reported beside
-  it.
+  ``IO(threads=1, nice=10)``; torch may use all cores of the machine. The stall is not part of a step and is reported
+  beside it.
 
 Medians; GB is 10^9 bytes. ``--check`` exits with 1 when a bar is not met.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     State = dict[str, torch.Tensor]
 
 GB = 10**9
-#: Bars: stall over memcpy, lazy stall in seconds, step time over undisturbed.
+#: Bars: stall over memcpy, lazy stall in seconds, step time over that of the undisturbed loop.
 STALL, LAZY, STEP = 1.05, 0.020, 1.25
 
 
@@ -100,7 +100,7 @@ class Memcpy:
 
 
 def ours(state: State, path: Path, *, threads: int, lazy: bool = False, at_once: bool = False) -> tuple[float, float]:
-    """Seconds until the call returns, with ``at_once`` until the state may change, and until it is durable."""
+    """Return the seconds until the call returns (``at_once``: until the state may change) and until durability."""
     began = time.perf_counter()
     pending = fastckpt.save_async(state, path, io=fastckpt.IO(lazy=lazy, threads=threads))
     if at_once:
@@ -111,7 +111,7 @@ def ours(state: State, path: Path, *, threads: int, lazy: bool = False, at_once:
 
 
 def dcp(state: State, path: Path, *, threads: int, stager: Any = None) -> tuple[float, float]:
-    """torch.distributed.checkpoint. Without a ``stager`` it makes one for each save."""
+    """torch.distributed.checkpoint. Without a ``stager``, each save makes a new stager."""
     from torch.distributed import checkpoint
 
     writer = checkpoint.FileSystemWriter(path, thread_count=threads, sync_files=True)
@@ -127,7 +127,7 @@ def kept_stager() -> Any:
     """A stager of torch.distributed.checkpoint that copies within the call, into memory that it keeps."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    # Shared memory is for a writer in another process; the rest is for devices.
+    # Shared memory serves a writer in another process; the other options serve devices.
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
@@ -142,7 +142,7 @@ class TorchCheckpointing:
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         config = CheckpointManager.Config(
             save=AsyncCheckpointSaverConfig(staging_config=staging),
-            # Its direct I/O writes from unaligned addresses, which ext4 refuses.
+            # torch_checkpointing's direct I/O writes from unaligned addresses, which ext4 refuses.
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         )
         self.manager: Any = config.build()
@@ -156,13 +156,13 @@ class TorchCheckpointing:
         return stall, time.perf_counter() - began
 
     def close(self) -> None:
-        """End its process."""
+        """End the process of the manager."""
         with suppress(Exception):
             self.manager.close()
 
 
 def contenders(threads: int) -> dict[str, Callable[[State, Path], tuple[float, float]]]:
-    """All contenders that can run here."""
+    """Return all contenders that can run here."""
     found: dict[str, Any] = {
         "fastckpt": partial(ours, threads=threads),
         "fastckpt, lazy": partial(ours, threads=threads, lazy=True),
@@ -178,7 +178,7 @@ def contenders(threads: int) -> dict[str, Callable[[State, Path], tuple[float, f
 
 
 def measure_saves(state: State, directory: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """Stall, durability and memcpy, interleaved."""
+    """Measure stall, time to durability and memcpy in interleaved rounds."""
     memcpy = Memcpy(state)
     runners = contenders(threads)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
@@ -222,7 +222,7 @@ def measure_saves(state: State, directory: Path, rounds: int, threads: int) -> d
 
 
 def measure_steps(state: State, directory: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """Step times of a loop with and without saves in the background, in turns."""
+    """Measure step times of a loop with and without saves in the background, in turns."""
     width = 768
     weights = [torch.randn(width, width, requires_grad=True) for _ in range(6)]
     inputs = torch.randn(256, width)
@@ -275,11 +275,11 @@ def bars(result: dict[str, Any]) -> list[str]:
     found = saves["contenders"]
     mine = found["fastckpt"]
     if mine["stall_of_memcpy"] > STALL:
-        missed.append(f"stall {mine['stall_of_memcpy']:.2f} of one memcpy, not {STALL}")
+        missed.append(f"stall is {mine['stall_of_memcpy']:.2f} of one memcpy, limit {STALL}")
     if found["fastckpt, lazy"]["stall"] > LAZY:
-        missed.append(f"lazy stall {found['fastckpt, lazy']['stall'] * 1e3:.1f} ms, not {LAZY * 1e3:.0f}")
+        missed.append(f"lazy stall is {found['fastckpt, lazy']['stall'] * 1e3:.1f} ms, limit {LAZY * 1e3:.0f} ms")
     if steps["ratio"] > STEP:
-        missed.append(f"step time {steps['ratio']:.2f} of undisturbed, not {STEP}")
+        missed.append(f"step time is {steps['ratio']:.2f} of undisturbed, limit {STEP}")
     for peer in (
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint, stager kept",

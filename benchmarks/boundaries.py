@@ -1,11 +1,11 @@
-"""What a step boundary of a manager costs in a job of several ranks.
+"""The cost of a step boundary of a manager in a job of several ranks.
 
     torchrun --nproc-per-node 4 benchmarks/boundaries.py --steps 2000
 
 Each rank calls ``should_save`` at the end of steps that only sleep, in two ways: with policies that let ranks pass most
-boundaries without asking each other (``Every(steps=...)`` and a signal to listen for), and with a policy of the
-caller's, for which they ask at each. All ranks meet before each boundary, so their waits for each other do not
-count. Rank 0 prints the microseconds that a boundary and a step take.
+boundaries without asking each other (``Every(steps=...)`` and a signal to listen for), and with a custom policy, for
+which ranks ask at each boundary. All ranks meet before each boundary, so their waits for each other do not count. Rank
+0 prints the microseconds that a boundary and a step take.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fastckpt import when
 
 
 class Never:
-    """A policy of the caller's: the manager cannot know its rule."""
+    """A custom policy, whose rule the manager cannot predict."""
 
     def due(self, moment: when.Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return moment.step < 0
 
 
 def measure(directory: str, policy: when.Policy, steps: int, pause: float) -> dict[str, float]:
-    """Return microseconds of a boundary: the mean, the median and the 99th percentile, and of the steps themselves."""
+    """Return the microseconds of a boundary (mean, median and 99th percentile) and of a step."""
     spent, slept = [], 0.0
     with fastckpt.Manager(directory, save_when=policy) as manager:
         manager.save_on_signal(signal.SIGUSR1)
@@ -56,7 +56,7 @@ def measure(directory: str, policy: when.Policy, steps: int, pause: float) -> di
 def main() -> None:
     """Measure both ways on all ranks, and print the result of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="boundaries of each way")
+    parser.add_argument("--steps", type=int, default=2000, help="boundaries measured in each way")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of a step")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")

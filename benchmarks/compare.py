@@ -14,9 +14,9 @@ How it measures, and why:
   (``small``).
 - **Durable**: a save ends when an fsync of every file and of the directory has returned.
 - **Cold**: the page cache is dropped before each cold load; the output says how. **Hot**: all files are read through
-  the page cache before. **into=** fills existing, resident tensors; peers without such a load load and copy. Every
-  load ends when one byte of each page of the result has been read, or with ``--touch write`` also written: safetensors
-  maps the file and would otherwise return before it has read anything.
+  the page cache before. **into=** fills existing, resident tensors; peers without such a load load the state and copy
+  it. Every load ends when one byte of each page of the result has been read, or with ``--touch write`` also written:
+  safetensors maps the file and would otherwise return before it has read anything.
 - **Verified**: fastckpt checks every checksum while it loads, the default (except for ``mmap-only``). In the
   first round every contender's result is compared with the state, outside the timing.
 - **Raw** is fio with direct io_uring (4 MiB blocks, 8 in flight, file allocated beforehand, fsync at the end) or,
@@ -52,7 +52,7 @@ SMALL_ROUNDS = 5
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Parse the command line and return its options."""
     parser = options.parser(__doc__)
     words = options.several(str)
     parser.add_argument("--size", type=float, default=2.0, help="GB of a large state, 0 for none (default: 2)")
@@ -65,12 +65,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--many", type=int, default=0, metavar="N", help="also N small tensors (default: 0, off; 100000 for many)"
     )
-    parser.add_argument("--tensor-size", type=options.amount, default=4, help="bytes of each of many (default: 4)")
+    parser.add_argument("--tensor-size", type=options.amount, default=4, help="bytes of each small tensor (default: 4)")
     parser.add_argument(
         "--peers", type=words, help=f"of {', '.join(PEERS)}; may be empty (default: all; for many: torch, safetensors)"
     )
     parser.add_argument(
-        "--engines", type=words, help=f"fastckpt's engines and ways, of {', '.join(VARIANTS)} (default: auto)"
+        "--engines", type=words, help=f"fastckpt's variants, some of {', '.join(VARIANTS)} (default: auto)"
     )
     options.add_against(parser)
     parser.add_argument(
@@ -82,7 +82,7 @@ def parse_options() -> argparse.Namespace:
         default="read",
         help="whether a load ends with a read or with a write of each page (default: read)",
     )
-    parser.add_argument("--syscalls", action="store_true", help="one more round under strace -c -f counts system calls")
+    parser.add_argument("--syscalls", action="store_true", help="count system calls in one more round (strace -c -f)")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
     chosen = parser.parse_args()
     chosen.engines = chosen.engines or list(CHECKED if chosen.check else ("auto",))
@@ -95,7 +95,7 @@ def parse_options() -> argparse.Namespace:
         if unknown := set(getattr(chosen, option) or ()) - set(allowed):
             parser.error(f"--{option}: unknown {', '.join(sorted(unknown))}; there are {', '.join(allowed)}")
     if chosen.size < 0 or chosen.many < 0 or chosen.tensor_size < 1 or not workloads(chosen):
-        parser.error("nothing to do: give a --size or --many of more than 0, or --workload small")
+        parser.error("nothing to do: pass --size or --many above 0, or --workload small")
     return chosen
 
 
@@ -118,9 +118,9 @@ def contenders(chosen: argparse.Namespace, workload: Workload) -> list[Spec]:
     """Return the contenders of one workload, in the order of the table."""
     small = workload.kind in ("many", "small")
     kinds = registry()
-    # Contenders of other workloads are left out silently; a contender that cannot store this very state is named.
+    # Contenders that this workload does not concern are left out silently; those that cannot store its state are named.
     numpy = workload.kind == "numpy"
-    # Some take minutes for many tensors; they run only on request.
+    # Some peers take minutes for many tensors; these peers run only on request.
     wanted = (
         chosen.peers if chosen.peers is not None else ("torch", "safetensors") if workload.kind == "many" else PEERS
     )
@@ -140,7 +140,7 @@ def bars_of(chosen: argparse.Namespace, workload: Workload, results: dict[str, A
 
 
 def run(chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run everything; return the document."""
+    """Run everything; return the JSON document."""
     document: dict[str, Any] = {"rounds": chosen.rounds, "touch": chosen.touch, "machine": report.machine(directory)}
     document["workloads"], document["bars"] = [], []
     for workload in workloads(chosen):

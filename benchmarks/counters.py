@@ -1,8 +1,8 @@
-"""The cost of the live counters: the same save with and without them, in turn.
+"""The cost of the live counters: the same save with and without counters, in turn.
 
     python benchmarks/counters.py --size 1 --rounds 10
 
-Two processes hold the same state, one with FASTCKPT_TOP=0; they save in turn, so that the disk's drift affects both.
+Two processes hold the same state, one with FASTCKPT_TOP=0; the saves take turns, so that disk drift affects both.
 Prints the median seconds and CPU seconds of each, their spread as a measure of noise, and the ratio of the medians.
 """
 
@@ -41,7 +41,7 @@ def saver(directory: Path, size: int, counters: str) -> subprocess.Popen[str]:
 
 
 def save(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Have it save once."""
+    """Have the process save once."""
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("the saver has no pipes")
     process.stdin.write("\n")

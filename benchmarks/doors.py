@@ -1,20 +1,20 @@
-"""The seconds of a stall, until a checkpoint is durable, and of a resume: frameworks with and without fastckpt.
+"""How long frameworks stall, wait for a durable checkpoint and resume, with and without fastckpt.
 
     python benchmarks/doors.py --size 1 --rounds 5 --markdown
 
 Each framework saves the same Llama with Adam's moments, in single precision, with its own code and with its integration
-(:mod:`fastckpt.integrations`). They take turns in one process and one run:
+(:mod:`fastckpt.integrations`). All take turns in one process and one run:
 
 - **stands**: seconds until the framework's call of its save returns, and training goes on.
 - **durable**: seconds until the checkpoint is durable. For the frameworks, an fsync of every file and directory is
   added: transformers syncs nothing, and torch.distributed.checkpoint only its files. With fastckpt, the removal of the
   oldest checkpoint is included.
-- **resume**: seconds in which the framework loads model, optimizer and schedule from the disk: the page cache
-  of the checkpoint is dropped before. torchtitan loads a given step.
+- **resume**: seconds in which the framework loads model, optimizer and schedule from the disk. The checkpoint is
+  dropped from the page cache first. torchtitan loads a given step.
 
-Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
-round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
-``scripts/setup`` installs; Ray Train, which runs in separate processes, also ``pip install --group ray``.
+Every tensor changes before each save. torchtitan has no adapter, so tensors have its own names. Figures are medians
+without the first round; the page cache uses memory that the host backs (benchmarks/README.md). GB is 10^9 bytes.
+``scripts/setup`` installs the frameworks except Ray Train (``pip install --group ray``), which has its own processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-#: Bytes per parameter: itself, and two moments.
+#: Bytes per parameter: its value and two moments.
 PER_PARAMETER = 12
 
 
@@ -71,7 +71,7 @@ def llama(size: int) -> LlamaForCausalLM:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Change every tensor: unchanged tensors would not be written again."""
+    """Change every tensor: saves do not write unchanged tensors again."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -98,7 +98,7 @@ class Contender(ABC):
 
     @abstractmethod
     def _path(self) -> Path:
-        """The last checkpoint."""
+        """Return the path of the last checkpoint."""
 
     @abstractmethod
     def save(self) -> Callable[[], None]:
@@ -168,7 +168,7 @@ class Accelerate(Contender):
 
 
 class Lightning(Contender):
-    """``save`` and ``load`` of Lightning's Fabric. The last but one is removed, as ``ModelCheckpoint`` does."""
+    """``save`` and ``load`` of Lightning's Fabric. Each save removes the last but one, as ``ModelCheckpoint`` does."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
         model = llama(size)
@@ -200,17 +200,17 @@ class Lightning(Contender):
 
 
 class Optimizers:
-    """The optimizer as torchtitan has it."""
+    """The optimizer, with the interface of torchtitan's optimizers."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state by parameter names."""
+        """Return its state, keyed by parameter names."""
         return get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state by parameter names."""
+        """Load a state that is keyed by parameter names."""
         set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
@@ -252,14 +252,14 @@ class Torchtitan(Contender):
 
 
 class DeepSpeed(Contender):
-    """An engine of DeepSpeed with ZeRO 1. The last but one is removed, which DeepSpeed leaves to its caller."""
+    """An engine of DeepSpeed with ZeRO 1. DeepSpeed removes no checkpoint, so each save removes the last but one."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
         # DeepSpeed reads these variables, some of them when it is imported.
         os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"})
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__ = {}  # it would compile one
+        deepspeed.ops.__compatible_ops__ = {}  # otherwise DeepSpeed would compile an operator
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         model = llama(size)
         config = {
@@ -280,7 +280,7 @@ class DeepSpeed(Contender):
         return self.folder / str(self.number)
 
     def train(self) -> None:
-        """Take a step with the engine, in which ZeRO collects gradients."""
+        """Take a step with the engine, so that ZeRO collects gradients."""
         rows = torch.randint(8192, (1, 8))
         self.engine.backward(self.engine(input_ids=rows, labels=rows).loss)
         self.engine.step()
@@ -304,7 +304,7 @@ class DeepSpeed(Contender):
 
 
 class RayTrain(Contender):
-    """A worker of Ray Train, another process."""
+    """A worker of Ray Train, in a separate process."""
 
     def __init__(self, folder: Path, size: int, *, kind: Any) -> None:
         def make() -> tuple[Any, Any]:
@@ -329,7 +329,7 @@ class RayTrain(Contender):
         self.worker.tell("load")
 
 
-#: Frameworks, and how each is made; the name of what saves comes after the bar.
+#: Frameworks by name, and how each is made; the part of the name after the bar names the code that saves.
 CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
     "transformers' Trainer | fastckpt": lambda place, size: Transformers(place, size, ours=True),
@@ -407,7 +407,7 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--size", type=float, default=1.0, help="GB of state of each framework (default: 1)")
     frameworks = [name for name in CONTENDERS if " | " not in name]
-    made.add_argument("--framework", action="append", choices=frameworks, help="repeat it for several (default: all)")
+    made.add_argument("--framework", action="append", choices=frameworks, help="repeat for several (default: all)")
     options: argparse.Namespace = made.parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What a drain to a remote tier costs training, and how fast it is.
+"""How much a drain to a remote tier slows training, and how fast the drain is.
 
     python benchmarks/drain.py --size 2 --rounds 5 --json drain.json
     python benchmarks/drain.py --url s3://bucket/benchmark
@@ -6,13 +6,13 @@
 Two things are measured, each as a ratio within one run:
 
 - **Step time** of a training loop, matrix products on one thread of about 50 ms, while ``Manager(remote=)`` drains a
-  checkpoint to another directory of the same disk, against the same loop undisturbed. The drain's bandwidth limit is a
-  quarter of the rate of a save to this disk in the same run. A control is another process that moves
-  the same bytes at the same rate by direct reads and writes, and does nothing else. Its cost is the machine's
-  part. Rounds alternate.
-- **Rate** of a drain without a limit to an object store, against the store's own client, ``obstore.put`` of the same
-  files in sequence, each in parallel parts. ``memory://`` by default: then the reads of the local
-  disk and the checksums are measured. Rounds alternate, and the files are dropped from the page cache first.
+  checkpoint to another directory of the same disk, against the same loop undisturbed. The bandwidth limit of the drain
+  is a quarter of the rate of a save to this disk in the same run. In a control, another process moves the same bytes at
+  the same rate by direct reads and writes, and does nothing else: its cost is the part that the machine causes. Rounds
+  alternate.
+- **Rate** of a drain without a limit to an object store, against the store's own client: ``obstore.put`` of the same
+  files in sequence, each in parallel parts. The default store, ``memory://``, measures only the reads of the local disk
+  and the checksums. Rounds alternate, and the files are dropped from the page cache first.
 
 Medians; GB is 10^9 bytes. ``--check`` exits with 1 when a bar is not met.
 """
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GB = 10**9
-#: Bars: step time over undisturbed, rate over that of the client.
+#: Bars: step time over undisturbed step time, rate over the client's rate.
 STEP, RATE = 1.05, 0.8
-#: About the seconds of one step.
+#: Approximate seconds of one step.
 STEP_SECONDS = 0.05
-#: The client's values for a large object.
+#: The client's settings for a large object: bytes of a part, and parts in flight.
 PART, AT_ONCE = 8 << 20, 8
 
 
 def make_run(directory: Path, size: int) -> tuple[Path, float]:
-    """A local tier with one checkpoint of about ``size`` bytes; its files' bytes per second as they were written."""
+    """Make a local tier with a checkpoint of about ``size`` bytes; return it and the save's bytes per second."""
     count = max(1, size // (64 << 20))
     generator = np.random.default_rng(0)
     state = {f"w{index}": generator.integers(0, 256, 64 << 20, np.uint8) for index in range(count)}
@@ -69,7 +69,7 @@ def make_run(directory: Path, size: int) -> tuple[Path, float]:
 
 
 def forget(directory: Path) -> None:
-    """Empty the page cache of all files below ``directory``."""
+    """Drop all files below ``directory`` from the page cache."""
     for file in directory.rglob("*"):
         if file.is_file():
             handle = os.open(file, os.O_RDONLY)
@@ -78,7 +78,7 @@ def forget(directory: Path) -> None:
 
 
 def step_of(seconds: float) -> Callable[[], float]:
-    """A step of about ``seconds`` on one thread; returns how long it took."""
+    """Return a step of about ``seconds`` on one thread, which returns how long it took."""
     torch.set_num_threads(1)
     width, turns = 512, 1
     left, right = torch.randn(width, width), torch.randn(width, width)
@@ -95,7 +95,7 @@ def step_of(seconds: float) -> Callable[[], float]:
     return step
 
 
-#: Copies the files of a directory at a given rate, past the page cache, and touches no byte.
+#: Copies the files of a directory at a given rate, past the page cache, and never looks at their bytes.
 _MOVER = """
 import mmap, os, sys, time
 source, target, limit, block = sys.argv[1], sys.argv[2], float(sys.argv[3]), 8 << 20
@@ -118,7 +118,7 @@ for name in os.listdir(source):
 
 
 def measure_steps(local: Path, directory: Path, limit: float, rounds: int) -> dict[str, Any]:
-    """Step times beside a drain, and without, in turns."""
+    """Measure step times with and without a drain, in turns."""
     step = step_of(STEP_SECONDS)
     size = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
     remote = directory / "remote"
@@ -169,7 +169,7 @@ def measure_steps(local: Path, directory: Path, limit: float, rounds: int) -> di
 
 
 def measure_rate(local: Path, url: str, rounds: int) -> dict[str, Any]:
-    """Bytes per second of a drain to an object store, and of its client, in turns."""
+    """Measure the rates of a drain to an object store and of the store's client, in turns."""
     files = sorted(file for file in (local / "step-00000001").iterdir() if file.is_file())
     size = sum(file.stat().st_size for file in files)
 
@@ -234,11 +234,11 @@ def main() -> int:
     missed = []
     if result["steps"]["ratio"] > STEP:
         missed.append(
-            f"step time {result['steps']['ratio']:.3f} of undisturbed, not {STEP}; "
+            f"step time is {result['steps']['ratio']:.3f} of undisturbed, limit {STEP}; "
             f"that of the control is {result['steps']['control']:.3f}"
         )
     if result["rate"]["ratio"] < RATE:
-        missed.append(f"rate {result['rate']['ratio']:.2f} of that of obstore.put, not {RATE}")
+        missed.append(f"rate is {result['rate']['ratio']:.2f} of that of obstore.put, limit {RATE}")
     result["missed"] = missed
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -7,15 +7,15 @@ Parts:
 - ``link``: the rates of pinned and pageable copies between host and device: the limit of everything else.
 - ``disk``: save and load on ``--directory``: fastckpt and the installed peers, each in its own process,
   in turns with the storage alone and the link alone. Bars: at least 0.95 of the slower of the two.
-- ``tmpfs``: the same, for a ``--directory`` in memory. Bars: at least 0.8 of the link.
+- ``tmpfs``: the same as ``disk``, for a ``--directory`` in memory. Bars: at least 0.8 of the link.
 - ``counts``: calls of the core into Python, bytes that the processor copied, how long the interpreter's lock was not
   available, and memory, for a state of large tensors and a state of very many small ones.
 - ``training``: the cost of an asynchronous save for a training loop: stall, device time, step time.
 
-Ratios are within one run, round by round; figures are medians. Rounds end when ``--seconds`` are used up. The results
-are written to ``--json`` after each round. ``--device cpu`` tries the parts out without a GPU, and ``--device
-standin`` takes the counts with the stand-in of ``tests/harness`` (with ``PYTHONPATH=tests``): bars that need a GPU then
-count as not run.
+Ratios are within one run, round by round; figures are medians. No round begins that would end after ``--seconds``. The
+results are written to ``--json`` after each round. ``--device cpu`` tries the parts out without a GPU, and ``--device
+standin`` measures the counts on the stand-in device of ``tests/harness`` (with ``PYTHONPATH=tests``). Bars that need a
+GPU then count as not run.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from bench.rounds import Outcome, Rounds
 from bench.summary import spread, summarise
 from fastckpt._tools.bench import raw
 
-#: Tensors of the state of many, and bytes of each; fewer if time is short.
+#: The number of tensors in the state of many small ones, and bytes of each; fewer tensors if time is short.
 MANY, MANY_BYTES = 60_000, 16384
-#: Bytes that show how fast the storage is; and the share of the time for a round of all contenders at that speed.
+#: Bytes that show how fast the storage is, and the share of the time for a round of all contenders at that speed.
 PROBE, ROUND = 256 * MB, 0.2
-#: The most of the time that one operation of one contender may take.
+#: The largest share of the time that one operation of one contender may take.
 PATIENCE = 0.25
-#: Shares of memory that a state may take: of the device's, with gradients, products and a second state, and of the
-#: host's, with a snapshot and a file in memory.
+#: Shares of memory that a state may take: of the device's memory, which also holds gradients, products and a second
+#: state, and of the host's memory, which also holds a snapshot and a file.
 DEVICE_SHARE, HOST_SHARE = 0.35, 0.25
 
 
 @dataclass
 class DeviceRounds(Rounds):
-    """Rounds that end in time, and go on without contenders that fail.
+    """Rounds that end in time, and continue without contenders that fail.
 
     Attributes:
         until: no round begins that would end after this moment (``time.monotonic``).
@@ -72,7 +72,7 @@ class DeviceRounds(Rounds):
 
     def turn(self, name: str, number: int) -> None:
         if time.monotonic() > self.until:
-            # Even in the first round, in which the bars' contenders come first.
+            # This applies even to the first round, in which the contenders with bars come first.
             if number == 0:
                 raise ContenderError(name, Failure("the time was used up", ""))
             return
@@ -104,15 +104,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=DEVICES)
     parser.add_argument("--size", type=float, default=2.0, help="GB of state (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=Path(), help="where to save (default: here)")
-    parser.add_argument("--seconds", type=float, default=120, help="no round begins later (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="at most so many (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120, help="seconds for all rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="maximum number of rounds (default: %(default)s)")
     parser.add_argument("--peers", help="contenders by name, with commas (default: all)")
-    parser.add_argument("--json", type=Path, help="write the figures there, and not to stdout")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, not to stdout")
     return parser.parse_args(words)
 
 
 class Result:
-    """The results of a part so far, written to a file at once."""
+    """The results of a part so far; each change is written to a file immediately."""
 
     def __init__(self, options: argparse.Namespace, device: Device) -> None:
         self.options = options
@@ -123,7 +123,7 @@ class Result:
         """Add these results, and replace earlier results with the same names."""
         self.found |= more
         if self.options.json:
-            # A kill during the write leaves the old file.
+            # If the process is killed during the write, the old file remains.
             fresh = self.options.json.with_suffix(".new")
             fresh.write_text(json.dumps(self.found, indent=2) + "\n", "utf-8")
             fresh.replace(self.options.json)
@@ -138,7 +138,7 @@ def fit(device: Device, size: int, result: Result) -> int:
 
 
 def storage_rate(directory: Path, size: int) -> float:
-    """Return the write or read rate of the storage in bytes a second, whichever is less."""
+    """Return the lower of the write and the read rate of the storage, in bytes per second."""
     storage, file = raw.Device(), directory / "probe"
     try:
         seconds = max(
@@ -225,7 +225,7 @@ def rate(figures: dict[str, Any] | None) -> str:
 
 
 def amount(figures: dict[str, Any] | None, key: str) -> str:
-    """Return another figure for a table."""
+    """Return a figure that is not a rate for a table."""
     value = figures.get(key) if figures else None
     return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
@@ -276,7 +276,7 @@ def training(options: argparse.Namespace, device: Device, result: Result) -> Non
         if "alone" in found:
             result.put(bars=[bar.document() for bar in training_bars(result.found)], tables=training_table(found))
         ours = [f"{mode}: {why}" for mode, why in found["failed"].items() if mode in ("plain", "lazy")]
-        # The name has another meaning for readers of the part's result.
+        # Readers of a part's result expect the failures of fastckpt under this name, so all failures get another name.
         result.put(left_out=found["failed"], failed="; ".join(ours))
 
     measure_training(Training(device, size), options.directory, until, tell, d2h, options.rounds)

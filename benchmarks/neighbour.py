@@ -2,14 +2,13 @@
 
     python benchmarks/neighbour.py --size 2 --rounds 5 --check
 
-A reader in a separate process reads a file with O_DIRECT, endlessly, ``--reader-depth`` blocks of 4 MiB in flight, and
-counts. Each round measures it alone, beside a save with ``bandwidth_limit`` set to ``--share`` of the disk's write rate
-(fio, median of three, at the start), and beside a save without a limit; and the limited save alone. The save runs in a
-separate process, so that it shares no interpreter. The bars: beside the limited save the
-reader keeps at least half of its rate alone; the limited save alone is within a tenth of its limit; beside the
-reader it is not above that. How far it is below depends on the disk and its scheduler: mq-deadline serves reads first,
-and a reader with several blocks in flight leaves little for a save. Figures are medians; ratios are from the same
-round.
+A reader in a separate process endlessly reads a file with O_DIRECT, ``--reader-depth`` blocks of 4 MiB in flight, and
+counts the bytes. Each round measures the reader alone, beside a save with ``bandwidth_limit`` at ``--share`` of the
+disk's write rate (fio, median of three, at the start) and beside an unlimited save; and the limited save alone. Saves
+run in a separate process, so that they share no interpreter. The bars: beside the limited save, the reader keeps at
+least half of the rate that it has alone. The limited save alone is within a tenth of its limit; beside the reader it is
+at most a tenth above. How far it stays below depends on the disk and its scheduler: mq-deadline serves reads first, and
+a reader with several blocks in flight leaves little for a save. Figures are medians; ratios are from the same round.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--size", type=float, default=2.0, help="GB of the state, and of the reader's file (default: 2)"
     )
-    parser.add_argument("--share", type=float, default=0.5, help="limit, of the disk's write rate (default: 0.5)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long the reader is measured alone (default: 2)")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the disk's write rate (default: 0.5)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure the reader alone (default: 2)")
     parser.add_argument("--reader-depth", type=options.positive, default=1, help="its blocks in flight (default: 1)")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
     chosen = parser.parse_args()
     if chosen.size * GB < IN_FLIGHT * BLOCK or chosen.seconds <= 0 or not 0 < chosen.share <= 1:
         parser.error(f"--size must be at least {IN_FLIGHT * BLOCK / GB:.2f}, --seconds above 0, --share 0 to 1")
     if chosen.plot:
-        parser.error("--plot: three figures need no picture")
+        parser.error("--plot is not supported here: there are only three figures")
     return chosen
 
 
@@ -70,13 +69,13 @@ def read_without_end(path: Path, depth: int, total: Any, may_read: Any) -> None:
 
     for first in range(depth):
         threading.Thread(target=work, args=(first,), daemon=True).start()
-    # The parent's death ends it: multiprocessing kills a daemon only if the parent ends normally.
+    # End when the parent has died: multiprocessing kills a daemon only if the parent ends normally.
     while os.getppid() != 1:
         time.sleep(0.5)
 
 
 class Reader:
-    """The reader's process; counts from its creation on."""
+    """The reader's process, which counts from its creation on."""
 
     def __init__(self, path: Path, depth: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,9 +90,9 @@ class Reader:
             time.sleep(0.05)
 
     def rate_while(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Return its read rate in bytes a second during the call, and the call's result.
+        """Return the reader's rate in bytes per second during the call, and the call's result.
 
-        It goes on until a block was read: with a short call on a busy machine that is longer than the call.
+        The measurement continues until a block was read: on a busy machine, that may take longer than a short call.
         """
         before, begin = self.total.value, time.perf_counter()
         result = call()
@@ -104,7 +103,7 @@ class Reader:
     def pause_while(self, call: Callable[[], Any]) -> Any:
         """Return the call's result; the reader pauses meanwhile."""
         self.may_read.clear()
-        # Blocks in flight complete.
+        # Let blocks in flight complete.
         time.sleep(0.1)
         try:
             return call()
@@ -112,13 +111,13 @@ class Reader:
             self.may_read.set()
 
     def close(self) -> None:
-        """End it."""
+        """End the reader."""
         self.process.kill()
         self.process.join()
 
 
 def write_rate(directory: Path, size: int) -> float:
-    """Return the disk's write rate in bytes a second: the median of three."""
+    """Return the disk's write rate in bytes per second: the median of three measurements."""
     seconds = []
     for _ in range(3):
         seconds.append(device.transfer(directory / "raw", size, "write")["seconds"])
@@ -127,7 +126,7 @@ def write_rate(directory: Path, size: int) -> float:
 
 
 def run(chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Measure; return the document."""
+    """Measure; return the JSON document."""
     machine = report.machine(directory)
     size = int(chosen.size * GB) // BLOCK * BLOCK
     workload, disk = Workload("model", size), write_rate(directory, size)
@@ -165,7 +164,7 @@ def run(chosen: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def bars_of(document: dict[str, Any]) -> list[Bar]:
-    """Return the bars; the one on the rate of the save alone has two sides."""
+    """Return the bars; the rate of the limited save alone has two, an upper and a lower limit."""
     rounds, limit = document["rounds"], document["limit"]
     kept = statistics.median(one["beside limited"] / one["alone"] for one in rounds)
     beside = statistics.median(one["limited save"] for one in rounds) / limit

@@ -1,4 +1,4 @@
-"""Compares the defaults on several kinds of nodes with the best setting by hand.
+"""Compares the defaults on several kinds of nodes with the best manual setting.
 
     sudo python benchmarks/nodes.py --size 0.25 --rounds 5 --markdown
 
@@ -6,11 +6,10 @@ Each situation has its own processes, one per rank: bound to some processors (ta
 torchrun, in a control group with a quota (version 1), on a file system mounted for it: ext4 on a loop device,
 tmpfs, overlay, or one in user space that answers each request after ``--delay`` milliseconds, in parallel. All
 ranks together save a state of ``--size``, each its share to its own path, and load it again; then all of them load
-one checkpoint as large as a share (``same``). They do so with each setting of ``SETTINGS``, which take turns; then the
-fastest of them takes turns with the defaults. An operation lasts as long as its slowest rank. Figures are medians
-over the rounds; the page cache is dropped before each load. ``GB/s`` is the rate of all ranks together. ``of
-best`` divides the rate of the defaults by that of the fastest setting. A busy machine distorts it, but not the
-choices.
+one checkpoint as large as a share (``same``). The settings of ``SETTINGS`` take turns; then the fastest of them takes
+turns with the defaults. An operation lasts as long as on its slowest rank. Figures are medians over the rounds; the
+page cache is dropped before each load. ``GB/s`` is the rate of all ranks together. ``of best`` divides the rate of the
+defaults by that of the fastest setting. A busy machine distorts this ratio, but not the choices of the defaults.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SETTINGS: dict[str, tuple[str, int | None]] = {
 
 @dataclass(frozen=True)
 class Situation:
-    """A node: its file system, the processors of its ranks, the ranks, and the quota of their group in processors."""
+    """A node: its file system, the processors of its ranks, their number, and their group's quota in processors."""
 
     files: str
     bound: str = ""
@@ -60,7 +59,7 @@ class Situation:
 
 
 def situations() -> list[Situation]:
-    """Each file system, with all processors and with one; with a quota; alone and as one of eight ranks."""
+    """Return each file system with all processors, with one, and with a quota, each with one rank and with eight."""
     nodes = [("", None), ("0", None), ("", 1.5)]
     return [
         Situation(files, bound, ranks, quota)
@@ -72,7 +71,7 @@ def situations() -> list[Situation]:
 
 @contextmanager
 def file_system(kind: str, size: int, delay: float) -> Iterator[Path]:
-    """Mount a file system of the kind; it is unmounted afterwards."""
+    """Mount a file system of this kind, and unmount it afterwards."""
     with ExitStack() as undo:
         if kind == "ext4":
             yield undo.enter_context(mounted(size))
@@ -113,7 +112,7 @@ def limited(quota: float | None) -> Iterator[list[Path]]:
 
 
 class Ranks:
-    """The processes of a situation, which follow commands at the same time."""
+    """The processes of a situation, which all run the same commands at the same time."""
 
     def __init__(self, situation: Situation, options: argparse.Namespace, groups: list[Path], undo: ExitStack) -> None:
         bound = ["taskset", "-c", situation.bound] if situation.bound else []
@@ -143,12 +142,12 @@ class Ranks:
         print(json.dumps(order), file=self.pipes[rank][0], flush=True)
 
     def told(self, rank: int) -> tuple[float, str]:
-        """Wait for the operation; return its seconds, and the choice."""
+        """Wait for the operation; return its seconds, and the engine and threads that it used."""
         seconds, chosen = json.loads(self.pipes[rank][1].readline())
         return seconds, chosen
 
     def do(self, operation: str, setting: str, point: Path) -> tuple[float, str]:
-        """Have all processes do an operation; return the seconds of the slowest, and the choice of the last rank."""
+        """Have all processes do an operation; return the seconds of the slowest, and what the last rank used."""
         if operation != "save":
             Path("/proc/sys/vm/drop_caches").write_text("1")
         for rank in range(len(self.pipes)):
@@ -160,7 +159,7 @@ class Ranks:
 def medians(
     ranks: Ranks, point: Path, kinds: list[str], settings: list[str], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """The median seconds of each operation with each setting; the settings take turns."""
+    """Return the median seconds of each operation with each setting; the settings take turns."""
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in settings} for kind in kinds}
     for turn in range(rounds):
         for name in [*settings[turn % len(settings) :], *settings[: turn % len(settings)]]:
@@ -178,12 +177,12 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
         if "same" in kinds:
             ranks.tell(0, "save", "default", str(point / "same"))
             ranks.told(0)
-        # The very first operation finds untouched files and memory.
+        # The very first operation uses files and memory that were never touched, so its time does not count.
         chosen = {kind: ranks.do(kind, "default", point)[1] for kind in kinds}
         by_hand = medians(ranks, point, kinds, [name for name in SETTINGS if name != "default"], options.rounds)
         for kind, seconds in by_hand.items():
             best = min(seconds, key=seconds.__getitem__)
-            # The fastest of eight was also lucky. So it is measured again, as often as the defaults.
+            # The fastest of eight settings was also lucky, so it is measured again, as often as the defaults.
             again = medians(ranks, point, [kind], ["default", best], 2 * options.rounds + 1)[kind]
             rates = {name: options.size / median for name, median in (seconds | again).items()}
             found[kind] = {"chosen": chosen[kind], "best": best, "rates": rates}
@@ -191,7 +190,7 @@ def measured(situation: Situation, point: Path, options: argparse.Namespace) -> 
 
 
 def rank_of_node(order: dict[str, Any]) -> None:
-    """Do an operation for each line of standard input; answer with its seconds and the choice."""
+    """Do an operation for each line of standard input; print its seconds, and the engine and threads that it used."""
     for group in order["groups"]:
         Path(group).write_text(str(os.getpid()))
     import numpy as np

@@ -15,15 +15,15 @@ How it measures, and why:
 - **Durable**: fastckpt's save is durable when it returns. DCP's ``FileSystemWriter`` syncs its files (``sync_files``),
   and the directory is synced afterwards. The directory of DCP's Hugging Face writer, which consolidates the ranks'
   files into whole tensors, is synced afterwards with its contents.
-- **Raw** is fio with direct io_uring, 4 MiB blocks, a sync at the end, its own seconds. The best of several settings
+- **Raw** is fio with direct io_uring, 4 MiB blocks and a sync at the end, timed by fio. The best of several settings
   (jobs, depth) is found first, and takes its turn in every round.
 - **Interleaved**: each round runs every contender once and begins with another one; figures are medians over rounds.
 - **Teams** (``--aggregate off,4,auto``): fastckpt alone, with each of these values of ``FASTCKPT_AGGREGATE``: how
   many ranks collect their pieces before they write. In ``4-sent``, ranks do not read each other's memory.
 - **Cold**: the page cache is dropped before each load. Loads fill existing tensors. In the first round the result is
   compared with the state, outside the timing.
-- **CPU** is that of all ranks. **Written** and **read** are the kernel's counts for all ranks (/proc/self/io).
-  **Extra** is the peak of the resident set minus its size before, of the rank with the most.
+- **CPU** is the time of all ranks. **Written** and **read** are the kernel's counts for all ranks (/proc/self/io).
+  **Extra** is the peak of the resident set minus its size before: the largest of all ranks.
 - **Coordination** is fastckpt's save of ``many`` without the phases that move bytes, beside ``dcp.save`` with a writer
   that writes nothing.
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     Calls = dict[tuple[str, str, str], list[Call]]
 
-#: Loads of a state that is on all ranks take a quarter of the size each, so that the job's memory stays the same.
+#: A state that every rank has entirely gets a quarter of the size, so that the job's memory stays the same.
 SHARE = {"replicas": 4}
 
 
@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
     words = options.several(str)
     parser.add_argument("--size", type=float, default=4.0, help="GB of the state (default: 4)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="processes (default: 4)")
-    parser.add_argument("--tensors", type=int, default=10_000, help="tensors of the state many (default: 10000)")
+    parser.add_argument("--tensors", type=int, default=10_000, help="tensors in the state 'many' (default: 10000)")
     parser.add_argument("--saves", type=words, default=list(SAVES), help="contenders that save (default: all)")
     parser.add_argument("--loads", type=words, default=list(LOADS), help="contenders that load (default: all)")
     parser.add_argument(
@@ -85,7 +85,7 @@ def parse_options() -> argparse.Namespace:
 
 
 class Run:
-    """One run: the options, the ranks, and the results."""
+    """One run of the benchmark: the options, the ranks, and the results."""
 
     def __init__(self, chosen: argparse.Namespace, directory: Path) -> None:
         self.chosen, self.directory = chosen, directory
@@ -105,7 +105,7 @@ class Run:
             device.remove(path)
 
     def do(self, kind: str, action: str, name: str, path: Path) -> Call:
-        """One call on all ranks, with the disk quiet, the page cache empty and free memory made ready before."""
+        """Do one call on all ranks; before that, wait for a quiet disk, empty the page cache and touch free memory."""
         device.drop_caches(path) if action == "load" else os.sync()
         device.back_memory(int(MEMORY * self.world.state_bytes))
         done = self.world.call(action, name, path)
@@ -144,7 +144,7 @@ class Run:
     def many(self) -> None:
         """Save many small tensors, and plan a save of them."""
         self.world.make("many", 0, self.chosen.tensors)
-        # One more than the rounds: the first call allocates memory that later ones keep.
+        # One call more than the rounds: the first call allocates memory that later calls reuse.
         for number in range(self.chosen.rounds + 1):
             for action, name in (("save", "fastckpt"), ("plan", "dcp")):
                 path = self.directory / f"many-{name}"
@@ -174,13 +174,13 @@ def figures(calls: list[Call]) -> dict[str, Any]:
 
 
 def coordination(call: Call) -> float:
-    """Return the seconds of a call without those in which rank 0 moved bytes: writing, reading and syncing them."""
+    """Return the seconds of a call without the phases in which rank 0 wrote, read or synced bytes."""
     moving = ("write", "read", "sync", "fsync")
     return call.seconds - sum(seconds for phase, seconds in call.notes.get("phases", {}).items() if phase in moving)
 
 
 def bars(found: dict[str, dict[str, Any]]) -> list[Bar]:
-    """Return the demands on the figures."""
+    """Return the bars on the figures."""
 
     def get(kind: str, action: str, name: str, figure: str = "gigabytes_per_second") -> float | None:
         return found.get(f"{kind} {action} {name}", {}).get(figure)

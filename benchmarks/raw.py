@@ -1,10 +1,10 @@
-"""Whether ``fastckpt bench`` and fio agree on the raw device: both write and read the same bytes, in turns.
+"""Tests whether ``fastckpt bench`` and fio agree on the raw device: both write and read equally many bytes, in turns.
 
     python benchmarks/raw.py DIR --size 1GB --rounds 5
 
 Both have the same block size and depth, direct I/O, memory in huge pages, a preallocated file, and a
-sync at the end. The order changes from round to round. The medians and their ratio are printed; the exit
-status is 1 if one is off by more than ``--within`` (0.1, that is 10 %). fio must be installed.
+sync at the end. The order changes from round to round. The medians and their ratio are printed; the exit status is 1 if
+a ratio is off by more than ``--within`` (default 0.1, that is 10 %). fio must be installed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fastckpt._units import bytes_of
 
 
 def ours(device: raw.Device, path: Path, size: int, kind: str) -> float:
-    """Seconds of the package's own transfer."""
+    """Return the seconds of the package's own transfer."""
     transfer = device.write(path, size) if kind == "write" else device.read(path)
     return float(transfer.run(time.monotonic())["seconds"])
 
 
 def turns(directory: Path, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by kind and by tool."""
+    """Return the seconds of each transfer, by kind and by tool."""
     device = raw.Device()
     found: dict[str, dict[str, list[float]]] = {kind: {"ours": [], "fio": []} for kind in ("write", "read")}
     for number in range(rounds):

@@ -1,13 +1,13 @@
-"""How time and CPU grow: with bytes, with the number of tensors, with shards, with threads.
+"""How time and CPU grow with bytes, with the number of tensors, with shards and with threads.
 
     python benchmarks/scale.py --rounds 5 --json scale.json --plot scale.svg
     python benchmarks/scale.py --axes tensors --tensors 1000,10000,100000,1000000
 
-``bytes`` saves models from 1 MB to 2 GB and ``tensors`` many tensors of ``--tensor-size`` bytes, with safetensors and
-torch.save beside fastckpt; ``shards`` and ``threads`` save one model (``--size``) with fastckpt alone. Each point has
-its own processes and interleaved rounds, as described in compare.py; figures are medians. Loads are cold. torch and
-safetensors are left out above ``--peer-limit`` tensors, where their rounds take minutes. ``--against`` includes
-another build of fastckpt at every point.
+The axis ``bytes`` saves models from 1 MB to 2 GB, and ``tensors`` saves many tensors of ``--tensor-size`` bytes, with
+safetensors and torch.save beside fastckpt; ``shards`` and ``threads`` save one model (``--size``) with fastckpt alone.
+Each point has its own processes and interleaved rounds, as described in compare.py; figures are medians. Loads are
+cold. torch and safetensors are left out above ``--peer-limit`` tensors, where their rounds take minutes. ``--against``
+includes another build of fastckpt at every point.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ AXES = ("bytes", "tensors", "shards", "threads")
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Parse the command line and return its options."""
     parser = options.parser(__doc__)
     words, amounts, numbers = options.several(str), options.several(options.amount), options.several(options.positive)
     parser.add_argument("--axes", type=words, default=list(AXES), help=f"of {','.join(AXES)} (default: all)")
     parser.add_argument("--bytes", type=amounts, default=amounts("1e6,1e7,1e8,1e9,2e9"), help="sizes (1e6 to 2e9)")
     parser.add_argument("--tensors", type=amounts, default=amounts("1e3,1e4,1e5,1e6"), help="counts (1e3 to 1e6)")
-    parser.add_argument("--tensor-size", type=options.amount, default=4, help="bytes of each (default: 4)")
+    parser.add_argument("--tensor-size", type=options.amount, default=4, help="bytes of each tensor (default: 4)")
     parser.add_argument("--shards", type=numbers, default=[1, 2, 4, 8, 16], help="(default: 1,2,4,8,16)")
     parser.add_argument("--threads", type=numbers, default=[1, 2, 4], help="(default: 1,2,4)")
     parser.add_argument("--size", type=float, default=1.0, help="GB saved for shards and threads (default: 1)")
@@ -99,7 +99,7 @@ def table(axis: str, sections: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def x_of(axis: str, value: int) -> float | str:
-    """Return the position of a value; few and small numbers are at equal distances."""
+    """Return the position of a value; shards and threads have equal distances."""
     if axis == "bytes":
         return value / MB
     return value if axis == "tensors" else str(value)

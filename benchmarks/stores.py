@@ -2,19 +2,19 @@
 
     python benchmarks/stores.py --size 1 --rounds 7 --check
 
-In each round all read the same objects, and a different one is first:
+In each round, all three ways read the same objects, and a different way is first:
 
-- **client**: ``obstore.get_range``, 8 MiB at a time, in as many threads as a load has. It checks nothing, and the
-  bytes stay where the client put them;
+- **client**: ``obstore.get_range``, 8 MiB at a time, in as many threads as a load has. It checks nothing, and the bytes
+  stay in the client's memory;
 - **load**: ``fastckpt.load`` into new memory, with every byte compared with its checksum;
-- **into**: the same with ``into=``, into existing tensors.
+- **into**: the same load with ``into=``, into existing tensors.
 
 ``--store http`` (the default) reads over HTTP from a server on loopback that acts like S3
 (``bench/object_server.py``, in a separate process, from the page cache). ``--store files`` has the client read files
-itself, without a network: nothing waits, so the overhead of a load counts most. All find memory that is
-backed (benchmarks/README.md). ``--url`` is the place of an existing checkpoint in a real store. GB is 10^9 bytes;
-the processor time of this process is printed beside the speed. ``--check`` exits with 1 when a load has less than 0.75
-of the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.
+itself, without a network: nothing waits, so the overhead of a load counts most. All use memory that the host backs
+(benchmarks/README.md). ``--url`` is the place of an existing checkpoint in a real store. GB is 10^9 bytes; the
+processor time of this process is printed beside the speed. ``--check`` exits with 1 when a load has less than 0.75 of
+the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, li
 
 
 def main() -> int:
-    """Run; the exit status."""
+    """Run; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=1.0, help="GB of the checkpoint (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--store", choices=["http", "files"], default="http")
     parser.add_argument("--url", help="a checkpoint in a real store; credentials come from the environment")
-    parser.add_argument("--directory", type=Path, help="where the files are made (a temporary directory)")
+    parser.add_argument("--directory", type=Path, help="directory of the files (default: a temporary directory)")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

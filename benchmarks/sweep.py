@@ -4,12 +4,12 @@
     python benchmarks/sweep.py --axes block,depth --grid --block 1M,4M --depth 4,8,16
     sudo .venv/bin/python benchmarks/sweep.py --loop 4 --size 1
 
-One axis at a time, with the others as fastckpt chooses them, or with ``--grid`` every combination. Each setting has its
-own process, and each round visits all settings and the raw device; figures are medians. Engine, threads and
-files are arguments of ``save`` and ``load``; block size, queue depth and copying are environment variables that exist
-for benchmarks only (FASTCKPT_BLOCK_SIZE, FASTCKPT_QUEUE_DEPTH, FASTCKPT_ZERO_COPY): a variable that this build does not
-read is named and left out. To hold an axis fixed at another value, set its variable, or FASTCKPT_IO, for the whole run.
-The method is described in compare.py. Block sizes accept K, M and G for powers of 1024.
+The script varies one axis at a time and leaves the others to fastckpt, or with ``--grid`` takes every combination. Each
+setting has its own process, and each round visits all settings and the raw device; figures are medians. Engine, threads
+and files are arguments of ``save`` and ``load``; block size, queue depth and copying are environment variables that
+exist for benchmarks only (FASTCKPT_BLOCK_SIZE, FASTCKPT_QUEUE_DEPTH, FASTCKPT_ZERO_COPY): the script leaves out a
+variable that this build does not read, and reports that. To hold an axis fixed at another value, set its variable, or
+FASTCKPT_IO, for the whole run. The method is described in compare.py. Block sizes accept K, M and G for powers of 1024.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ OPERATIONS = ("save", "load", "into")
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the command line's options."""
+    """Parse the command line and return its options."""
     parser = options.parser(__doc__)
     words = options.several(str)
     parser.add_argument("--size", type=float, default=2.0, help="GB of the state (default: 2)")
     kinds = [kind for kind in KINDS if kind not in ("many", "small")]
     parser.add_argument("--workload", choices=kinds, default="model", help="(default: model)")
     parser.add_argument("--axes", type=words, default=list(AXES), help=f"of {','.join(AXES)} (default: all)")
-    parser.add_argument("--grid", action="store_true", help="every combination, not one axis at a time")
+    parser.add_argument("--grid", action="store_true", help="measure every combination, not one axis at a time")
     parser.add_argument("--operations", type=words, default=list(OPERATIONS), help="of save,load,into,hot")
     for axis, (what, _, values, kind) in AXES.items():
         parse = options.several(kind)
@@ -122,7 +122,7 @@ def main() -> int:
 
         plot.pyplot()
         if chosen.grid:
-            raise SystemExit("--plot draws one axis at a time: leave --grid out")
+            raise SystemExit("--plot draws one axis at a time: omit --grid")
     workload = Workload(chosen.workload, int(chosen.size * GB))
     values = settings(chosen)
     specs = [Spec("raw"), Spec("fastckpt", title="as fastckpt chooses"), *map(setting, values)]

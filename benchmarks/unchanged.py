@@ -3,16 +3,16 @@
     python benchmarks/unchanged.py --size 1 --rounds 17 --check
     python benchmarks/unchanged.py --ranks 4 --spread columns --size 1 --rounds 17 --check
 
-In each round the same state is saved in three ways, and a different one is first:
+In each round, the same state is saved in three ways, and a different way is first:
 
 - **full**: without a base;
 - **same**: with a base, and nothing has changed;
 - **tuned**: with a base, and one percent of the bytes have changed, as in a fine-tune of a few layers.
 
-The base of a round is the save of the previous round in the same way. The bytes written are those of all files that the
-new directory shares with no other. About every sixteenth save reads a file of its base again, and that is part of the
-mean: give at least 17 rounds. With ``--ranks``, several processes save together, each its rows or its columns, or
-copies of everything; CPU seconds are the sum over all. GB is 10^9 bytes.
+The base of a round is the save of the previous round in the same way. The bytes written are the bytes of all files that
+the new directory shares with no other. About every sixteenth save reads a file of its base again, which is part of the
+mean, so pass at least 17 rounds. With ``--ranks``, several processes save together: each saves its rows or columns, or
+all have copies of everything; CPU seconds are the sum over all. GB is 10^9 bytes.
 
 ``--check`` exits with 1 when a bar is missed: ``same`` takes at most a quarter of the time and a hundredth of the bytes
 of ``full``, ``tuned`` at most a twentieth of the bytes.
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fastckpt
 
 GB = 10**9
-#: Parts of the costs of a full save: time, bytes, and bytes with one percent trained.
+#: Bars as parts of the costs of a full save: time, bytes, and bytes with one percent changed.
 SECONDS, BYTES, TUNED = 0.25, 0.01, 0.05
 WAYS = ("full", "same", "tuned")
 #: By the spread of tensors over ranks: the dimension along which they are cut, if any.
@@ -89,7 +89,7 @@ def measure(directory: Path, size: int, rounds: int, dim: int | None) -> dict[st
     states = {"full": state, "same": state, "tuned": {"model": {**state["model"], "head.weight": head}}}
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     last: dict[str, Path | None] = dict.fromkeys(WAYS)
-    # The first two saves of a chain find the unchanged tensors.
+    # The first two saves of a chain detect the unchanged tensors, and are not measured.
     for number in range(-2, rounds):
         for turn in range(len(WAYS)):
             way = WAYS[(number + turn) % len(WAYS)]
@@ -125,7 +125,7 @@ def rank(number: int, ranks: int, directory: Path, size: int, rounds: int, dim: 
 def measure_ranks(
     directory: Path, size: int, rounds: int, ranks: int, dim: int | None
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the same for several processes that save together."""
+    """Return what :func:`measure` returns, for several processes that save together."""
     torch.multiprocessing.spawn(rank, (ranks, directory, size, rounds, dim), ranks)
     return json.loads((directory / "samples.json").read_text(encoding="utf-8"))
 
@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--size", type=float, default=1.0, help="GB of the state (default: 1)")
     parser.add_argument("--rounds", type=int, default=17, help="rounds (default: 17)")
     parser.add_argument("--ranks", type=int, default=1, help="processes that save together (default: 1)")
-    parser.add_argument("--spread", choices=SPREADS, default="rows", help="spread of tensors (default: rows)")
+    parser.add_argument("--spread", choices=SPREADS, default="rows", help="how ranks hold tensors (default: rows)")
     parser.add_argument("--dir", type=Path, help="where to save (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")

@@ -1,4 +1,4 @@
-"""The demands on the figures. ``--check`` exits with 1 when one is missed, or was not measured."""
+"""The bars on the figures. ``--check`` exits with 1 when a bar is missed or was not measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bar:
-    """A demand on a figure.
+    """An upper or lower limit of a figure.
 
     Attributes:
-        what: the figure, in words.
-        measured: its value, or None if the run lacks the data for it.
-        limit: the demanded value.
-        at_least: whether the figure must reach the limit; else it must not exceed it.
+        what: a description of the figure.
+        measured: the value of the figure, or None if the run lacks the data for it.
+        limit: the value that the figure must reach or must not exceed.
+        at_least: whether the figure must reach the limit; otherwise it must not exceed the limit.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Bar:
         return f"{'met   ' if self.met else 'MISSED'}  {self.what}: {measured} ({sign} {self.limit:.3g})"
 
     def document(self) -> dict[str, Any]:
-        """Return its entry in the JSON document."""
+        """Return the bar's entry in the JSON document."""
         return {**asdict(self), "met": self.met}
 
 
@@ -65,10 +65,10 @@ def best_peer(results: Results, operation: str) -> tuple[str, float] | None:
 def over_best(
     results: Results, operation: str, limit: float, peers_operation: str = "", ours: str = "fastckpt", among: str = ""
 ) -> Bar:
-    """Return the bar on the rate of ``ours`` over that of the best peer at ``peers_operation``, by default the same.
+    """Return the bar on the rate of ``ours`` over the best peer's at ``peers_operation`` (default: ``operation``).
 
-    It also shows the ratio of the raw device to that peer, because no contender can do much better. ``among``
-    names the peers in ``results`` if these are not all.
+    The bar also shows the ratio of the raw device to that peer, because no contender can do much better. ``among``
+    names the peers in ``results`` if some peers are missing there.
     """
     best = best_peer(results, peers_operation or operation)
     name, rate = best or ("the best peer", None)
@@ -80,10 +80,10 @@ def over_best(
 
 
 def hot_bars(results: Results) -> list[Bar]:
-    """Return the bars on hot loads: like is compared with like.
+    """Return the bars on hot loads, which compare mapped loads with mapped loads and copies with copies.
 
-    A peer that maps the file has copied and checked nothing yet; our mapping load is compared with it. If a
-    load ends with writes, mapped pages are copied as well, and no contender counts as mapping.
+    A peer that maps the file has not copied or checked anything yet, so it is compared with fastckpt's mapping load. If
+    a load ends with writes, mapped pages are copied, too, and no contender counts as mapping.
     """
     peers = {name: figures for name, figures in results.items() if is_peer(name)}
     mapping = {name: figures for name, figures in peers.items() if is_mapped(figures.get("hot", {}))}
@@ -104,7 +104,7 @@ def of_raw(results: Results, operation: str, limit: float, name: str = "fastckpt
 
 
 def cpu(results: Results, name: str, operation: str, limit: float) -> Bar:
-    """Return the bar on CPU seconds a GB."""
+    """Return the bar on CPU seconds per GB."""
     measured = figure(results, name, operation, "cpu_seconds_per_gigabyte")
     return Bar(f"{operation}: CPU seconds per GB, {name}", measured, limit, at_least=False)
 

@@ -1,9 +1,9 @@
 """The contenders: fastckpt, the raw device, and the peers from torch and safetensors. bench.peers has more.
 
 A contender saves a state, loads it, and loads it into existing memory. Its constructor imports its library and
-raises ImportError if that is missing. A save ends when an fsync of every file and of the directory has returned, or
-it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is also
-atomic, and pays for it.
+raises ImportError if that is missing. A save ends when an fsync of every file and of the directory has returned:
+otherwise it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is
+also atomic, and pays for it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
 FLAT = frozenset({"model", "one", "huge", "many", "small"})
 NESTED = FLAT | {"optimizer"}
-TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
+TENSORS_ONLY = "it stores only a flat dict of tensors, and this state is not one"
 
 
 @dataclass(frozen=True)
 class Spec:
     """A contender's name, keyword arguments and environment.
 
-    The ``registry()`` of ``module`` has its class. Its process imports from the directory ``site`` before any
-    other.
+    The ``registry()`` of ``module`` has its class. Its process imports from the directory ``site`` first.
     """
 
     name: str
@@ -48,12 +47,12 @@ class Spec:
 
     @property
     def kind(self) -> str:
-        """The name of its class in the registry: the part before a colon."""
+        """The name of the contender's class in the registry: the part before a colon."""
         return self.name.partition(":")[0]
 
     @property
     def contender(self) -> type[Contender]:
-        """Its class, from the registry of ``module``."""
+        """The contender's class, from the registry of ``module``."""
         found: type[Contender] = importlib.import_module(self.module).registry()[self.kind]
         return found
 
@@ -62,9 +61,9 @@ class Contender:
     """The base class of contenders.
 
     Attributes:
-        title: its name in tables.
-        kinds: the workloads that it can store.
-        refusal: why it cannot store the others.
+        title: the name of the contender in tables.
+        kinds: the kinds of workloads that it can store.
+        refusal: why it cannot store other kinds.
         saves: whether it saves at all; a contender that does not loads files of safetensors.
         note: a note for readers of its figures, or an empty string.
         is_device: whether it is the storage itself, which moves bytes without a state.
@@ -78,7 +77,7 @@ class Contender:
     is_device = False
 
     def warm_up(self, path: Path) -> None:
-        """Test once, outside the timing, what works here; may write the directory ``path``."""
+        """Find out once, outside the timing, which options work here; may write to the directory ``path``."""
 
     def save(self, state: Any, path: Path) -> Notes:
         """Make ``state`` durable in the new directory ``path``."""
@@ -94,7 +93,7 @@ class Contender:
         return state
 
     def take_notes(self) -> Notes:
-        """Return its notes about the last load, and forget them."""
+        """Return and clear the contender's notes about the last load."""
         return {}
 
     def finish(self, loaded: Any, *, write: bool) -> None:
@@ -192,7 +191,7 @@ class Dcp(Contender):
         return {}
 
     def load(self, path: Path) -> Any:
-        # It only loads into existing tensors; its own converter to torch.save makes them in this way.
+        # DCP only loads into existing tensors; its own converter to torch.save makes them in this way.
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -278,7 +277,7 @@ class Fastckpt(Contender):
         self.report: Any = None
 
     def save(self, state: Any, path: Path) -> Notes:
-        # Tensors are not split: with room for one more, each shard holds its share, and their number is right.
+        # A tensor is never split. A limit of one share plus the largest tensor gives the right number of shards.
         split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
         report = self.library.save(state, path, io=self.io, files=self.library.Files(**split))
         self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
@@ -304,7 +303,7 @@ class Fastckpt(Contender):
 
 
 class Raw(Contender):
-    """The device itself. Its notes hold the accounts, which replace the outside measurements."""
+    """The device itself. Its notes hold the figures of the tool, which replace the measurements of this process."""
 
     title = f"raw device ({transfer_name()})"
     kinds = NESTED | {"numpy"}
@@ -378,7 +377,7 @@ def environment(spec: Spec) -> Iterator[None]:
     """Set the variables and the import path for processes that start meanwhile."""
     former, path = {name: os.environ.get(name) for name in spec.environment}, sys.path.copy()
     os.environ.update(spec.environment)
-    # A process that is spawned gets the path of this one.
+    # A spawned process gets the import path of this process.
     sys.path[:0] = [spec.site] if spec.site else []
     try:
         yield

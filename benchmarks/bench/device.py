@@ -21,14 +21,14 @@ from fastckpt._tools.bench import caches, raw
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Bytes a second; a slower operation counts as hanging.
+# Bytes per second; a slower operation counts as hung.
 SLOWEST = 10 * MB
 
 # -- the raw device ----------------------------------------------------------------------------------------------------
 
 
 def transfer(path: Path, size: int, kind: str) -> dict[str, Any]:
-    """Write (``kind`` is ``write``) or read ``size`` bytes as fast as the device does; return the accounts."""
+    """Write (``kind`` is ``write``) or read ``size`` bytes as fast as the device does; return the measurements."""
     return (fio if shutil.which("fio") else direct_io)(path, size, kind)
 
 
@@ -43,20 +43,20 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
     options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
     options.append("--thread")  # so that a kill also ends its job
     command = ["fio", *options, f"--size={size}", f"--filename={path}", "--output-format=json"]
-    # With small pages requests are smaller, and some devices are then half as fast.
+    # With small pages, requests are smaller, and some devices are half as fast.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     limit = 60 + size / SLOWEST
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=limit)
     try:
         done = run()
     except subprocess.TimeoutExpired:
-        # Seen once: it waited forever for its own job, without using the processor.
-        print(f"fio did not come back from its {kind} of {path}; once more", file=sys.stderr)
+        # Seen once: fio waited forever for its own job and used no CPU time.
+        print(f"fio did not end its {kind} of {path} in time; trying once more", file=sys.stderr)
         done = run()
     if done.returncode:
         raise OSError(f"fio failed to {kind} {path}: {done.stderr or done.stdout}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    # Milliseconds; a transfer of less than one still took some time.
+    # fio reports whole milliseconds; a transfer of less than one counts as half a millisecond.
     seconds = max(job[kind]["runtime"], 0.5) / 1000
     if job["error"] or job[kind]["io_bytes"] != size:
         raise OSError(f"fio moved {job[kind]['io_bytes']} of {size} bytes, error {job['error']}")
@@ -70,7 +70,7 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
 
 
 def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
-    """Write or read ``size`` bytes like ``fastckpt bench``: with O_DIRECT from Python threads; return the same."""
+    """Write or read ``size`` bytes with O_DIRECT from Python threads, as ``fastckpt bench`` does; return the same."""
     device = raw.Device()
     transfer = device.write(path, size) if kind == "write" else device.read(path)
     sample, _ = measure(lambda: transfer.run(time.monotonic()))
@@ -87,15 +87,15 @@ SHARE = 0.75
 
 
 def back_memory(size: int) -> None:
-    """Touch ``size`` bytes of memory and give them back, so that the next contender finds free pages that are backed.
+    """Touch ``size`` bytes of memory and free them, so that the next contender gets free pages that the host backs.
 
-    A host may take free pages back from a virtual machine, and their next touch then costs seconds a GB. A contender
-    that saved through the page cache would find its pages, dropped a moment ago, and the others would pay. If less is
-    free, three quarters of that are touched.
+    A host may reclaim free pages of a virtual machine, and their next touch costs seconds per GB. A contender that
+    saved through the page cache would reuse its recently dropped pages, and only the others would pay. If less than
+    ``size`` is free, three quarters of the free memory are touched.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     size = max(mmap.PAGESIZE, min(size, int(free * SHARE)))
-    # Private, because shared memory is in small pages.
+    # The mapping is private, because shared memory has small pages.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with contextlib.suppress(OSError):  # advice only
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -110,7 +110,7 @@ def back_memory(size: int) -> None:
 
 
 def drop_caches(path: Path) -> str:
-    """Make the files in ``path`` cold; return how."""
+    """Drop the files in ``path`` from the page cache; return how that was done."""
     os.sync()
     if caches.drop():
         return "dropped through /proc/sys/vm/drop_caches"

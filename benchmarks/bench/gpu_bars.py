@@ -1,4 +1,4 @@
-"""The demands on figures of a device: each is met, missed, or not measured for a given reason."""
+"""The bars on figures of a device: each bar is met, missed, or not measured for a given reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Bytes of the state for which the stall of a lazy save has a limit, and the limit in milliseconds.
 STALL_BYTES, STALL_MS = 9.5 * GB, 5.0
 CALLS, COPIED = 70.0, 0.0
-#: Bytes of a state of which calls are counted: in a small one, the last call is for less than it might be.
+#: The minimum bytes of a state for the bar on calls: in a smaller state, the partly filled last call weighs too much.
 CALLS_BYTES = 0.5 * GB
 DISK, TMPFS = 0.95, 0.8
 
@@ -50,7 +50,7 @@ def elsewhere(device: str) -> str:
 
 
 def ratios(outcome: Outcome, operation: str, limits: tuple[str, ...]) -> float | None:
-    """Return the median over rounds of our rate over the least of the rates of ``limits`` in the same round."""
+    """Return the median over rounds of fastckpt's rate over the lowest rate of ``limits`` in the same round."""
 
     def rates(name: str) -> list[float]:
         return [sample.bytes / sample.seconds for sample in outcome.samples.get(name, {}).get(operation, [])]
@@ -61,7 +61,7 @@ def ratios(outcome: Outcome, operation: str, limits: tuple[str, ...]) -> float |
 
 
 def transfer_bars(outcome: Outcome, device: str, *, memory: bool) -> list[DeviceBar]:
-    """Return the bars on saves and loads: on a disk beside storage and link, in memory beside the link."""
+    """Return the bars on saves and loads: relative to storage and link on a disk, and to the link in memory."""
     limits, least = (("link",), TMPFS) if memory else (("raw", "link"), DISK)
     place, of = ("tmpfs", "the pinned link") if memory else ("disk", "min(storage, link)")
     return [
@@ -71,14 +71,14 @@ def transfer_bars(outcome: Outcome, device: str, *, memory: bool) -> list[Device
 
 
 def count_bars(found: dict[str, Any]) -> list[DeviceBar]:
-    """Return the bars on counts; they hold on any device except the host itself."""
-    absent = "the CPU is no other device" if found["device"] == "cpu" else ""
+    """Return the bars on counts; these bars apply to any device except the CPU."""
+    absent = "the CPU is not a separate device" if found["device"] == "cpu" else ""
     states = found["states"]
     bars = []
     for state, operations in states.items():
         for name, each in operations.items():
             what = f"{name}, {state}"
-            # Only an asynchronous save, which requests all copies at the call, needs no calls.
+            # Only an asynchronous save makes no calls: it requests all copies when it starts.
             unseen = "" if each["calls"] or name == "save_async" else "no call was seen, so they were not counted"
             unseen = unseen or ("" if each["bytes"] >= CALLS_BYTES else "the state is too small")
             bars.append(
@@ -102,7 +102,7 @@ def training_bars(found: dict[str, Any]) -> list[DeviceBar]:
         stall = 1e3 * max(lazy["call"] + lazy["held"], lazy.get("reported", 0.0))
         lost = lazy["lost"]
     small = "" if found["bytes"] >= STALL_BYTES else f"the state has only {found['bytes'] / GB:.3g} GB"
-    # Windows differ by chance; a difference within that range does not count.
+    # Windows differ by chance; a difference within the noise does not count.
     hidden = max(0.0, found["copy"] - found["forward_backward"]) + found.get("noise", 0.0)
     what = "save_async(io=IO(lazy=True)), then a step"
     return [

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Contender):
-    """The base class: a load has ended when the device has the bytes, and its result takes no host memory.
+    """The base class: a load ends when the device has the bytes, and its result takes no host memory.
 
     Attributes:
-        needs: the module that it requires; this is checked without starting anything.
+        needs: the module that it requires, whose presence is checked without an import.
     """
 
     kinds = frozenset({"model", "many"})
@@ -42,7 +42,7 @@ class OnDevice(Contender):
 
     def release(self) -> None:
         super().release()
-        # The others need the device's memory.
+        # Other contenders need the device's memory.
         self.device.empty_cache()
 
     def kept(self, loaded: Any) -> int:
@@ -187,7 +187,7 @@ class SafetensorsPrefetch(OnDevice, peers.LoadsSafetensors):
         import safetensors
 
         if not hasattr(safetensors.safe_open, "prefetch"):
-            raise ImportError(f"safetensors {safetensors.__version__} has no prefetch: 0.9 or newer has")
+            raise ImportError(f"safetensors {safetensors.__version__} has no prefetch: install 0.9 or newer")
         self.open = safetensors.safe_open
 
     def load(self, path: Path) -> Any:
@@ -269,11 +269,11 @@ def registry() -> dict[str, type[Contender]]:
 
 
 def specs(device: str, names: tuple[str, ...] = ()) -> list[Spec]:
-    """Return all of them, or those of these kinds, for one device; fastsafetensors also with GPUDirect Storage."""
+    """Return all contenders, or those of these kinds, for one device; fastsafetensors also with GPUDirect Storage."""
     kinds = [kind for kind in registry() if not names or kind in names]
     found = [Spec(kind) for kind in kinds]
     if device == "cuda" and "fastsafetensors" in kinds:
-        # Last: cuFile may hang if it is not set up, and would take the time of later contenders.
+        # This comes last: cuFile may hang if it is not set up, and would use up the time of later contenders.
         found.append(Spec("fastsafetensors:gds", {"gds": True}, title="fastsafetensors, GDS"))
     return [
         Spec(spec.name, {**spec.options, "device": device}, spec.environment, spec.title, __name__) for spec in found

@@ -24,7 +24,7 @@ TICK = 100e-6
 
 
 class Calls:
-    """Counts calls of the core into Python: each takes the interpreter's lock."""
+    """Counts calls of the core into Python, each of which takes the interpreter's lock."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -45,7 +45,7 @@ class Calls:
                 setattr(owner, name, method)
 
     def counted(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Return the method, counting."""
+        """Return the method with a counter of its calls."""
 
         def call(this: Any, ranges: Any) -> None:
             self.calls += 1
@@ -56,9 +56,9 @@ class Calls:
 
 
 class Ticker:
-    """A thread that wants the interpreter's lock every 100 us, and records how late it gets it.
+    """A thread that requests the interpreter's lock every 100 us, and records how late it gets the lock.
 
-    Waits for the lock and for a core look the same to it, so it is compared with its own result while nothing runs.
+    The thread cannot distinguish waits for the lock from waits for a core, so its result is compared with an idle one.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Ticker:
         self._thread.join()
 
     def document(self, usual: float) -> dict[str, float]:
-        """Return the seconds in each second that it waited beyond its ``usual`` lateness, and the longest wait."""
+        """Return how many seconds per second it waited beyond its ``usual`` lateness, and the longest wait."""
         return {
             "per_second": sum(max(0.0, late - usual) for late in self.late) / self.seconds if self.seconds else 0.0,
             "worst_ms": max(self.late, default=0.0) * 1e3,
@@ -141,7 +141,7 @@ def measure_counts(device: Device, workload: DeviceWorkload, directory: Path) ->
     where = str(device.device)
 
     def again(run: Callable[[], Any]) -> dict[str, Any]:
-        # Counted the second time, when everything that is kept for the next save exists.
+        # Only the second call is counted: everything that is kept between calls exists by then.
         run()
         found, _ = operation(device, pinned, run)
         return found

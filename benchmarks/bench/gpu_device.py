@@ -27,7 +27,7 @@ class Device:
     """A device by name, one of ``DEVICES``.
 
     Raises:
-        ImportError: the stand-in was requested, and ``tests/`` is not on the path or torch is too old for it.
+        ImportError: the stand-in was requested, but ``tests/`` is not on the path or torch is too old for it.
         RuntimeError: there is no such device.
     """
 
@@ -38,7 +38,7 @@ class Device:
             if not standin.AVAILABLE:
                 raise ImportError("the stand-in device needs torch 2.10 or newer")
         self.name = name
-        # With a number, because the device of a tensor has one in torch, and the two must be equal.
+        # The name has an index, because the device of a torch tensor has one, and the two must be equal.
         self.device = torch.device("cpu" if name == "cpu" else f"{name}:0")
         self.module = None if name == "cpu" else torch.get_device_module(self.device)
         if name == "cuda":
@@ -56,7 +56,7 @@ class Device:
             self.module.synchronize()
 
     def empty_cache(self) -> None:
-        """Give back device memory that is kept for future tensors."""
+        """Release device memory that torch keeps for future tensors."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 
@@ -67,8 +67,8 @@ class Device:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
     def random(self, seed: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-        """Return a maker of tensors of random bits (except for signs), the same ones for the same seed."""
-        # The stand-in computes nothing.
+        """Return a function that makes tensors of random bits (except for signs), equal for equal seeds."""
+        # The stand-in cannot compute, so the CPU does.
         where = torch.device("cpu") if self.name == "standin" else self.device
         generator = torch.Generator(where).manual_seed(seed)
 
@@ -84,7 +84,7 @@ class Device:
         return torch.zeros(shape, dtype=dtype).to(self.device)
 
     def about(self) -> dict[str, Any]:
-        """Return its description for the report."""
+        """Return the device's description for the report."""
         facts: dict[str, Any] = {"device": self.name, "torch": torch.__version__}
         if self.is_gpu:
             its = torch.cuda.get_device_properties(self.device)
@@ -99,7 +99,7 @@ class DeviceWorkload(Workload):
     device: str = "cpu"
 
     def tensors(self, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state, each tensor by ``make``."""
+        """Return the state; ``make`` makes each tensor."""
         if self.kind == "many":
             shape = (max(1, self.size // 4),)
             return {f"parameter.{index:07d}": make(shape, torch.float32) for index in range(self.count)}
@@ -150,8 +150,8 @@ class Link:
 
 
 def measure_link(device: Device, size: int, rounds: int) -> dict[str, Any]:
-    """Return the link's rates in GB/s: ``d2h`` and ``h2d``, of pinned and of pageable memory, in large and in 16 MiB
-    pieces; interleaved, medians.
+    """Return the link's rates in GB/s, ``d2h`` and ``h2d``, with pinned and with pageable memory, in large and in 16
+    MiB pieces: medians of interleaved rounds.
     """  # noqa: D205 - one sentence
     size = max(size, 16 * MIB)
     links = {

@@ -1,8 +1,8 @@
-"""A training loop of matrix products on a device, and what an asynchronous save takes from it.
+"""A training loop of matrix products on a device, and how much an asynchronous save slows it.
 
-The loop is AdamW over square matrices; its state is three times the parameters. A **window** is a number of steps,
-that begins and ends with the device idle. In the windows with a save, the save is requested after two steps that the
-device has yet to do, so that a call that waits for the device shows.
+The loop is AdamW over square matrices; its state is three times the parameters. A **window** is a number of steps that
+begins and ends with an idle device. In the windows with a save, the save is requested while two steps are still queued
+on the device, so that a call that waits for the device is noticed.
 
 - **call**: seconds until ``save_async`` returns; **held**: seconds that the next step's hooks hold the host.
 - **lost**: seconds that a window with a save takes longer than one without.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Steps that are queued when a save is requested.
 QUEUED = 2
-#: Seconds of a window, at least, and steps in it, at most.
+#: The minimum seconds of a window, and the maximum number of steps in it.
 WINDOW, MOST = 1.0, 400
 
 
@@ -38,13 +38,13 @@ class Training:
     """Layers, an optimizer, and steps.
 
     Args:
-        device: where.
+        device: the device of the model.
         size: bytes of the state, roughly: parameters and two moments, in float32.
     """
 
     def __init__(self, device: Device, size: int) -> None:
         self.device = device
-        # At least four layers.
+        # The width leaves room for at least four layers.
         self.width = next((width for width in (8192, 4096, 2048, 1024, 256) if size >= 48 * width * width), 64)
         layers = max(1, round(size / (12 * self.width**2)))
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -59,7 +59,7 @@ class Training:
         device.synchronize()
 
     def forward_backward(self) -> None:
-        """A step without the update."""
+        """Do a step without the update."""
         self.optimizer.zero_grad()
         x = self.inputs
         for weight in self.weights:
@@ -79,7 +79,7 @@ class Training:
         }
 
     def timed(self, run: Callable[[], None], rounds: int = 3) -> float:
-        """Return the median of the seconds that the device needs for it."""
+        """Return the median of the seconds that the device needs for ``run``."""
         seconds = []
         for _ in range(rounds):
             self.device.synchronize()
@@ -99,7 +99,7 @@ class Hooks:
         self.handles: list[Any] = []
 
     def first(self) -> None:
-        """Add the first hook: before the first lazy save."""
+        """Add the first hook; call this before the first lazy save."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def enter(*_: object) -> None:
@@ -108,7 +108,7 @@ class Hooks:
         self.handles.append(register_optimizer_step_pre_hook(enter))
 
     def last(self) -> None:
-        """Add the last hook: after the first lazy save."""
+        """Add the last hook; call this after the first lazy save."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def leave(*_: object) -> None:
@@ -151,7 +151,7 @@ class Saves:
         return lambda: getattr(future, "upload_completion", future).result() and None
 
     def wait_for_staging(self, *_: object) -> None:
-        """Wait before a step until its copies have ended, which it leaves to the training loop."""
+        """Wait before a step until the copies of DCP have ended: DCP leaves this wait to the training loop."""
         staging, self.staging = self.staging, None
         if staging is not None:
             staging.result()
@@ -183,7 +183,7 @@ def window(
 
 
 class Rounds:
-    """What saves take from training, round by round: a window with each way of saving, each after one without.
+    """How much saves slow training, round by round: a window with each way of saving, each after one without a save.
 
     Args:
         training: the loop.
@@ -224,7 +224,7 @@ class Rounds:
         self.memory = status("VmRSS")
 
     def window(self, mode: str) -> dict[str, float]:
-        """Measure one with a save, and wait for the save."""
+        """Measure a window with a save, and wait for the save."""
         self.hooks.held = 0.0
         took, call, wait = window(self.training, self.steps, lambda: self.modes[mode](self.state, self.path))
         began = time.perf_counter()
@@ -262,9 +262,9 @@ class Rounds:
         self.result["extra_bytes"] = grown(self.memory, status("VmHWM"))
 
     def run(self, rounds: int, until: float, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Do one to ``rounds`` rounds; none begins that would end after ``until``.
+        """Do one to ``rounds`` rounds; no round begins that would end after ``until``.
 
-        ``tell`` gets the result after each.
+        ``tell`` gets the result after each round.
         """
         self.hooks.first()
         self.turn(0)
@@ -291,7 +291,7 @@ def measure_training(
     rate: float,
     rounds: int = 5,
 ) -> None:
-    """Measure what saves take from training, and give it to ``tell``; see :class:`Rounds`."""
+    """Measure how much saves slow training, and pass the result to ``tell``; see :class:`Rounds`."""
     # Rounds get most of the time, and steps beside a save the rest.
     now = time.monotonic()
     measured = Rounds(training, directory, rate)
@@ -300,7 +300,7 @@ def measure_training(
 
 
 def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
-    """Return the seconds of a step, each waited for, with and without a save in flight."""
+    """Return the seconds of a step that is waited for, with and without a save in flight."""
 
     def timed() -> float:
         began = time.perf_counter()

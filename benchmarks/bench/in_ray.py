@@ -55,7 +55,7 @@ class Worker:
             self._worker = listener.accept()
 
     def tell(self, word: str) -> Any:
-        """Have it call something, and return the result."""
+        """Have the worker call one of its methods, and return the result."""
         self._worker.send(word)
         return self._worker.recv()
 
@@ -70,14 +70,14 @@ def _begin() -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    own = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # sockets have short paths
+    own = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # paths of sockets must be short
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=own.name)
     atexit.register(own.cleanup)
-    atexit.register(ray.shutdown)  # before that
+    atexit.register(ray.shutdown)  # runs first: exit handlers run in reverse order
 
 
 class Own:
-    """As in Ray's guide: files in a temporary directory, which Ray copies to the storage."""
+    """Saves as in Ray's guide: to a temporary directory, which Ray copies to the storage."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -133,7 +133,7 @@ class Door:
 
         self.step += 1
         self.manager.save(self.step, self.state)
-        report({"step": self.step}, self.manager)  # Ray learns of the previous one, and removes the oldest
+        report({"step": self.step}, self.manager)  # reports the previous checkpoint; Ray removes the oldest
 
     def wait(self) -> None:
         """Wait until the checkpoint is durable."""

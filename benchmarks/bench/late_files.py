@@ -1,7 +1,7 @@
 """A file system in user space that answers each read and write after a delay, in parallel.
 
 ``PYTHONPATH=tests python late_files.py POINT MILLISECONDS`` mounts it at ``POINT``, needs root, and ends when it is
-unmounted. Direct operations on one file run in parallel, like on storage over a network.
+unmounted. Direct operations on one file run in parallel, as on network storage.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def command(*words: str) -> str:
     """Run a command; return its output.
 
     Raises:
-        OSError: it failed; the message contains its output.
+        OSError: the command failed; the message contains its output.
     """
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -29,14 +29,14 @@ def command(*words: str) -> str:
 def mounted(size: int, memory: Path = Path("/dev/shm")) -> Iterator[Path]:  # noqa: S108 - memory is the point
     """Mount an ext4 of ``size`` bytes and yield its directory; unmount and delete it afterwards, whatever happened.
 
-    The whole image is allocated before, and never given back to tmpfs: otherwise the first contender to write a block
+    The whole image is allocated first, and its blocks are never freed: otherwise the first contender to write a block
     would pay for its page.
 
     Raises:
-        OSError: not root, no loop device, no direct I/O on it, or no room.
+        OSError: not root, no loop device, no direct I/O on it, or not enough memory.
     """
     if os.geteuid() != 0:
-        raise OSError("--loop mounts an image on a loop device and needs root: use sudo, or leave --loop out")
+        raise OSError("--loop mounts an image on a loop device and needs root: use sudo, or omit --loop")
     with ExitStack() as undo:
         base = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="fastckpt-loop-", dir=memory)))
         image, point = base / "ext4", base / "mnt"
@@ -46,7 +46,7 @@ def mounted(size: int, memory: Path = Path("/dev/shm")) -> Iterator[Path]:  # no
         device = command("losetup", "--find", "--show", "--direct-io=on", str(image))
         undo.callback(command, "losetup", "--detach", device)
         if Path(f"/sys/block/{Path(device).name}/loop/dio").read_text().strip() != "1":
-            raise OSError(f"{device} on {memory} does no direct I/O: this kernel's tmpfs has none (6.6 has)")
+            raise OSError(f"{device} on {memory} does no direct I/O: tmpfs supports it since Linux 6.6")
         eager = "nodiscard,lazy_itable_init=0,lazy_journal_init=0"
         command("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-E", eager, device)
         command("mount", "-o", "nodiscard", device, str(point))

@@ -1,4 +1,4 @@
-"""The accounts of one timed call, taken inside the process that makes it.
+"""Measures one call from inside the process that makes it: time, CPU, page faults and memory.
 
 - **CPU** is user and system time of all threads of the process, without the kernel's writeback of buffered writes,
   which favours contenders that write through the page cache.
@@ -52,7 +52,7 @@ class Sample:
 
     @property
     def cpu(self) -> float:
-        """User and system seconds together."""
+        """The sum of user and system seconds."""
         return self.user + self.system
 
 
@@ -66,7 +66,7 @@ def status(field_name: str) -> int | None:
 
 
 def grown(before: int | None, after: int | None, but: int = 0) -> int | None:
-    """Return by how many bytes a size has grown, minus ``but``; None if unknown."""
+    """Return by how many bytes a size grew, minus ``but``; None if unknown."""
     return None if before is None or after is None else max(0, after - before - but)
 
 
@@ -82,14 +82,14 @@ def reset_peak() -> bool:
 def give_back_freed_memory() -> None:
     """Have malloc return free memory to the kernel.
 
-    A job loads once, into fresh memory; without this the load of a second round would find the pages of the first.
+    A job loads once, into fresh memory; otherwise, the load of a second round would reuse the pages of the first.
     """
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
 
 
 def measure(call: Callable[[], Any], kept: Callable[[Any], int] = lambda _: 0) -> tuple[Sample, Any]:
-    """Run ``call`` once; return its accounts and its result.
+    """Run ``call`` once; return its sample and its result.
 
     ``kept`` returns how many bytes of the result are not extra memory. The sample's ``bytes`` are still 0.
     """

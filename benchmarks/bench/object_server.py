@@ -1,7 +1,7 @@
 """A read-only server of objects: the files below a directory, served like S3 over HTTP on loopback.
 
-It answers the requests of a load: an object, a range of one, and a listing. It sends from the page cache by
-``sendfile``, so that the client takes most of the time.
+The server answers the requests of a load: an object, a range of an object, and a listing. The server sends from the
+page cache with ``sendfile``, so that the client takes most of the time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _serve(root: Path, ready: Connection) -> None:
 
 @contextmanager
 def served(root: Path) -> Iterator[str]:
-    """Serve the directories below ``root`` as buckets, from a separate process; the endpoint."""
+    """Serve the directories below ``root`` as buckets, from a separate process; yield the endpoint."""
     context = multiprocessing.get_context("spawn")
     ready, there = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(root, there), daemon=True)

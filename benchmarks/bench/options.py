@@ -56,7 +56,7 @@ def add_against(made: argparse.ArgumentParser) -> None:
 def build(text: str) -> list[Spec]:
     """Return the contender that is the build of fastckpt in this directory."""
     if not Path(text, "fastckpt").is_dir():
-        raise argparse.ArgumentTypeError(f"{text} has no fastckpt: use pip install --no-deps --target {text} WHEEL")
+        raise argparse.ArgumentTypeError(f"{text} has no fastckpt: run pip install --no-deps --target {text} WHEEL")
     return [replace(OTHER, site=str(Path(text).resolve()))]
 
 

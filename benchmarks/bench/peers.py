@@ -1,4 +1,4 @@
-"""Peers that are installed apart from the project, each with its settings here and the reasons for them."""
+"""Peers that are installed separately from the project, each with its settings and the reasons for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchCheckpointing(Contender):
         self.manager = self.make(direct=True)
 
     def make(self, *, direct: bool) -> Any:
-        """Return a manager with its O_DIRECT on, the default, or off."""
+        """Return a manager with O_DIRECT on (its default) or off."""
         config = self.library.CheckpointManager.Config(
             items={"state": self.library.ItemSpec()},
             save=self.saver(),
@@ -47,7 +47,7 @@ class TorchCheckpointing(Contender):
         return {}
 
     def warm_up(self, path: Path) -> None:
-        """Find out whether its O_DIRECT works on this file system."""
+        """Find out whether the peer's O_DIRECT works on this file system."""
         try:
             self.manager.save(str(path), {"state": model_state(MB)})
         except OSError as error:
@@ -65,7 +65,7 @@ class LoadsSafetensors(Contender):
     """A peer that only loads a file that safetensors writes outside the timing."""
 
     saves = False
-    note = "loads only, what safetensors has written"
+    note = "only loads, from files that safetensors wrote"
 
     def save(self, state: Any, path: Path) -> Notes:
         import safetensors.torch
@@ -117,7 +117,7 @@ class Fastsafetensors(LoadsSafetensors):
         loader = self.library.SafeTensorsFileLoader(single, device, nogds=True)
         loader.add_filenames({0: [str(path / "model.safetensors")]})
         buffers = loader.copy_files_to_device()
-        # Its tensors are views of these buffers and do not keep them alive.
+        # The tensors are views of these buffers and do not keep them alive.
         self.standing = [loader, buffers]
         return {name: buffers.get_tensor(name) for name in loader.get_keys()}
 
@@ -164,7 +164,7 @@ class FastFileWriter(Torch):
         from deepspeed import io
         from deepspeed.ops.op_builder import AsyncIOBuilder, UtilsBuilder
 
-        # Both are compiled on first use; AsyncIOBuilder needs the headers of libaio, UtilsBuilder an accelerator.
+        # Both builders compile on first use; AsyncIOBuilder needs the headers of libaio, UtilsBuilder an accelerator.
         UtilsBuilder().load()
         self.library = io
         self.handle = AsyncIOBuilder().load().aio_handle(8 << 20, 8, False, True, 1)

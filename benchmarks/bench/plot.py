@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CARD, INK, FAINT = "#fbfbfa", "#24292f", "#d8d8d4"
 OURS, PEER, DEVICE = "#0b7285", "#b7bcc2", "#5c636a"
-# Distinct for colour-blind eyes (Okabe and Ito, 2008).
+# Colours that are distinct for colour-blind eyes (Okabe and Ito, 2008).
 LINES = ("#0b7285", "#d55e00", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#5c636a")
 DASHES = ("-", "--", ":", "-.")
 
@@ -47,7 +47,7 @@ def pyplot() -> Any:
             "axes.spines.right": False,
             "legend.frameon": False,
             "lines.linewidth": 1.6,
-            # Text stays text: small files, and the reader's fonts. The same figures give the same file.
+            # Text stays text, for small files in the reader's fonts. A fixed salt gives equal files for equal figures.
             "svg.fonttype": "none",
             "svg.hashsalt": "fastckpt",
         }
@@ -110,7 +110,7 @@ def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
     """Draw one panel for each entry: ``title``, ``x`` and ``y`` (labels), ``log`` and ``lines``.
 
     ``lines`` maps ``(contender, quantity)`` to points (x, y). Each contender has a colour, each quantity a dash. Words
-    on the x axis stand at equal distances. ``log`` names the logarithmic axes: ``x``, ``xy`` or nothing.
+    on the x axis have equal distances. ``log`` names the logarithmic axes: ``x``, ``xy`` or nothing.
     """
     plt = pyplot()
     columns = min(2, len(panels))

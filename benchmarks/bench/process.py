@@ -1,4 +1,4 @@
-"""One process per contender: started fresh, alive for all rounds like a training process, with its own state."""
+"""One process for each contender, with its own state: it starts fresh and lives for all rounds, like a training job."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-# Seconds that the import of a contender's libraries may take, at least.
+# The shortest time limit in seconds for the import of a contender's libraries.
 IMPORTS = 120
 
-# The operations of a round, in order. The two loads differ by the parent's treatment of the page cache.
+# The operations of a round, in order. Cold and hot loads differ only by what the parent does with the page cache.
 OPERATIONS = ("save", "load", "into", "hot")
 OPERATION_TITLES = {"save": "save", "load": "cold load", "into": "cold load, into=", "hot": "hot load"}
 
@@ -46,14 +46,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a contender's process cannot go on: one line, and the traceback."""
+    """Why a contender's process cannot continue: one line, and the traceback."""
 
     reason: str
     details: str
 
 
 class ContenderError(Exception):
-    """A contender cannot be constructed here or has failed; carries its :class:`Failure`."""
+    """A contender cannot be constructed here or has failed; ``failure`` describes why."""
 
     def __init__(self, name: str, failure: Failure) -> None:
         super().__init__(f"{name}: {failure.reason}")
@@ -64,7 +64,7 @@ class ContenderError(Exception):
 
 
 def prepared(contender: Contender, workload: Workload, request: Request) -> Callable[[], Sample]:
-    """Prepare the operation; return it."""
+    """Prepare the operation; return a function that does it."""
     path, raw = request.path, contender.is_device
     if request.operation == "save":
         # The state exists only while it is needed, so that any number of contenders fit into memory.
@@ -107,8 +107,8 @@ def made(spec: Spec, workload: Workload) -> Contender:
     """Return the contender.
 
     Raises:
-        ImportError: its library is missing.
-        ValueError: it cannot store the workload's state, or would ignore a variable of its environment.
+        ImportError: the contender's library is missing. ValueError: the contender cannot store the workload's state, or
+        would ignore a variable of its environment.
     """
     if spec.site:
         import fastckpt
@@ -162,7 +162,7 @@ class Process:
         patience: seconds to wait for an answer; None to wait forever.
 
     Raises:
-        ContenderError: from every method, if the contender cannot go on. ``close`` must still be called.
+        ContenderError: from every method, if the contender cannot continue. ``close`` must still be called.
     """
 
     def __init__(self, spec: Spec, workload: Workload, patience: float | None = None) -> None:
@@ -197,7 +197,7 @@ class Process:
         return answer
 
     def send(self, message: Request | None) -> None:
-        """Send to the process; if it has ended, its last message or its status is the failure."""
+        """Send a message to the process; if it has ended, raise its last message or its status as the failure."""
         try:
             self.connection.send(message)
         except ConnectionError:
@@ -216,12 +216,12 @@ class Process:
         return sample
 
     def ask(self, request: Request) -> Sample:
-        """Prepare and do it."""
+        """Have the process prepare the operation and do it."""
         self.prepare(request)
         return self.go()
 
     def close(self) -> None:
-        """End the process after its current call, or it would write into a directory that is being removed."""
+        """End the process, but after its current call: that might write into a directory that is being removed."""
         self.connection.close()
         self.process.join(timeout=30)
         self.process.kill()
@@ -231,7 +231,7 @@ class Process:
 def system_calls(process: Process, request: Request) -> int:
     """Return how many system calls the operation made, all threads, counted by strace.
 
-    This includes the benchmark's own accounts: some twenty reads below /proc. Slow: every call is stopped twice.
+    The number includes some twenty reads below /proc by the benchmark. strace is slow: it stops each call twice.
     """
     process.prepare(request)
     command = ["strace", "-c", "-f", "-U", "calls,name", "-p", str(process.process.pid)]
@@ -260,5 +260,5 @@ def total_calls(output: str) -> int:
 
 
 def say(text: str) -> None:
-    """Report progress on stderr, apart from the result."""
+    """Report progress on stderr, which does not mix with the result."""
     print(text, file=sys.stderr, flush=True)

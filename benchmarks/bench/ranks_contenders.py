@@ -29,7 +29,7 @@ def is_first() -> bool:
 
 @functools.cache
 def _ranks(cma: str) -> Any:
-    """A process group of all ranks: each group decides once whether its ranks read each other's memory."""
+    """A process group of all ranks. Each group decides only once whether its ranks read each other's memory."""
     import torch.distributed as dist
 
     return dist.new_group() if cma == "0" else None
@@ -158,18 +158,18 @@ TITLES = {
 
 
 def loads(name: str) -> bool:
-    """Whether it also loads."""
+    """Whether the contender also loads."""
     return name.partition(":")[0] in LOADS
 
 
 def title(name: str) -> str:
-    """Return its name in tables. After a colon is the team of fastckpt, and whether its ranks send all bytes."""
+    """Return its name in tables. A suffix after a colon names the team, and whether the ranks send all bytes."""
     who, _, team = name.partition(":")
     return f"{TITLES[who]}, FASTCKPT_AGGREGATE={team}" if team else TITLES[who]
 
 
 def of(action: str, name: str) -> Callable[[State, str], dict[str, Any]]:
-    """Return the function that saves, loads or plans. From now on ranks collect pieces in the teams of the name."""
+    """Return the function that saves, loads or plans. This also sets the teams in which ranks collect pieces."""
     if action == "plan":
         return plan_dcp
     who, _, team = name.partition(":")

@@ -1,10 +1,10 @@
 """Many ranks in one process, each in a thread: the coordinator's cost of an agreement on a save with fastckpt.dcp.
 
 Every rank runs the code of ``dcp.save`` with ``fastckpt.dcp.Writer`` from its plan to the agreement, in the rounds and
-in the tree of the real protocol, with its encoding. No byte of a tensor is touched. The state is one of FSDP: equal
-DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that the ranks
-of one stage have; with ``--boxes`` a separate planner cuts it, so that only boxes describe it. Beside it, the work of
-torch's default planner on its coordinator.
+in the tree of the real protocol, with its encoding. No byte of a tensor is touched. The state resembles that of FSDP:
+equal DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that the
+ranks of one stage have; with ``--boxes`` a separate planner cuts it, so that only boxes describe it. The work of
+torch's default planner on its coordinator is measured for comparison.
 
     PYTHONPATH=benchmarks python -m bench.ranks_dcp --points 8x900,1024x900
 """
@@ -41,9 +41,9 @@ from fastckpt.dcp._together import Together
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Values of the state.
+#: The number of values in the state.
 VALUES = 20
-#: Values with a tensor, each of the ranks of one stage; this many ranks apart.
+#: The number of stages. The ranks of each stage have a value with a tensor; they are this many ranks apart.
 STAGES = 8
 COLUMNS = 64
 
@@ -63,7 +63,7 @@ class _Operation:
 
     def __init__(self, rank: int, up: list[queue.Queue[bytes]], down: list[queue.Queue[bytes]], one: Any) -> None:
         self.rank, self.up, self.down = rank, up, down
-        #: One thread runs at a time: a thousand threads that wait for Python's lock would wake up all the time.
+        #: Only one thread runs at a time: a thousand threads that wait for Python's lock would wake up constantly.
         self.one = one
         self.traffic = Traffic()
 
@@ -76,7 +76,7 @@ class _Operation:
             self.one.acquire()
 
     def round(self, name: str, value: Any, *, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any]) -> Any:
-        """Like the method of a process group's operation."""
+        """Do a round, like the method of the same name of a process group's operation."""
         under = below(self.rank, len(self.up))
         data = [self._take(self.up[child]) for child in under]
         self.traffic.received[name] = sum(map(len, data))
@@ -92,12 +92,12 @@ class _Operation:
         return words.decode(answer)
 
     def alive(self) -> None:
-        """A sign of life."""
+        """Count a sign of life."""
         self.traffic.alive += 1
 
 
 class _Cutting(DefaultSavePlanner):
-    """Gives the parts of tensors itself, without a mesh."""
+    """Returns the local parts of tensors without a call that may communicate."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -106,7 +106,7 @@ class _Cutting(DefaultSavePlanner):
 
 
 def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
-    """The state of each rank. The local tensors are the same on all ranks."""
+    """Return the state of each rank. The local tensors are the same on all ranks."""
     mesh = init_device_mesh("cpu", (ranks,))
     size = torch.Size([rows * ranks, COLUMNS])
     model = {
@@ -129,9 +129,9 @@ def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
 
 
 def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tuple[Any, Any]:
-    """The plan of one rank as torch leaves it, with a share of the values, and the plan that the rank made.
+    """Return the plan of one rank as torch leaves it, with a share of the values, and the plan that the rank made.
 
-    For tensors, both have the rank's boxes; it only matters that they are boxes.
+    For tensors, both plans have the boxes of the rank; it only matters that they are boxes.
     """
     offsets = torch.Size([rank * rows, 0])
     left, own = [], []
@@ -155,7 +155,7 @@ def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tup
 
 
 def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> list[Traffic]:
-    """Have all ranks agree on a state; return the work of each."""
+    """Have all ranks agree on a state; return the work of each rank."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         state = state_of(ranks, tensors, rows)
@@ -198,11 +198,11 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
 
 
 def main() -> None:
-    """Print the requested points."""
+    """Measure and print the requested points."""
     parser = argparse.ArgumentParser(prog="python -m bench.ranks_dcp", description=__doc__)
     parser.add_argument("--points", default="8x900,64x900,1024x900", help="ranks x tensors")
     parser.add_argument("--boxes", action="store_true", help="have a separate planner cut the state")
-    parser.add_argument("--no-torch", action="store_true", help="without torch's planner")
+    parser.add_argument("--no-torch", action="store_true", help="leave out torch's planner")
     chosen = parser.parse_args()
     for text in chosen.points.split(","):
         ranks, tensors = map(int, text.split("x"))

@@ -14,7 +14,7 @@ from bench import BLOCK, device
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Jobs and the depth of each: one process, or one per rank.
+# The depths to try, with one job in all and with one job per rank.
 DEPTHS = (4, 8, 32)
 
 
@@ -30,7 +30,7 @@ class Fio:
 
     @classmethod
     def best(cls, directory: Path, size: int, ranks: int) -> Fio:
-        """Try all settings twice on a quarter of the size, and return the fastest at writing.
+        """Try all settings twice on a quarter of the size, and return the setting that writes fastest.
 
         Raises:
             SystemExit: fio is not installed.
@@ -59,7 +59,7 @@ class Fio:
         command += ["--ioengine=io_uring", "--thread", f"--numjobs={self.jobs}", f"--size={part}"]
         command += [f"--offset_increment={part}", f"--filename={path}", "--group_reporting", "--output-format=json"]
         if kind == "write":
-            # The whole file exists before; only the writing is timed.
+            # The whole file is allocated first; only the writing is timed.
             command += ["--end_fsync=1"]
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, part * self.jobs)

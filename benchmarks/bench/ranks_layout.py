@@ -1,11 +1,11 @@
-"""Which rank writes and reads what of one checkpoint: the core's own plan for many ranks, without a byte of tensors.
+"""Which part of a checkpoint each rank writes and reads: the core's own plan for many ranks, without bytes of tensors.
 
 The model has 70 billion parameters in bfloat16, a copy of them in float32 and two moments of Adam: 988 GB, in files of
-5 GB. The figures are taken from ``--sample`` ranks, spread over all of them. A save and a load by the ranks that saved
-have a row with teams. Up to 1,024 ranks they have another row without, and the last row is for a format with one file
-for each rank. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that
-is in whole grains of 4 MiB with one writer each. The bytes that travel are given as a multiple of the state, and those
-of the busiest rank as a multiple of the mean. A plan's time, and memory (this process's peak), are for one rank.
+5 GB. The figures are taken from ``--sample`` ranks, spread over all of them. Each save, and each load by the ranks that
+saved, has a row with teams, and up to 1,024 ranks a row without teams. The last row is for a format with one file for
+each rank. A run is a range of a file with one writer or reader; whole is the part of the bytes of a save that is in
+whole grains of 4 MiB with one writer each. The bytes that travel are given as a multiple of the state, and those of the
+busiest rank as a multiple of the mean. The time and the memory of a plan (this process's peak) are for one rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F3
 PARTS, EXPERTS = ("gate", "up", "down"), 64
 SAMPLE = 128
 GRAIN = 4 << 20
-#: Files of the checkpoint.
+#: The number of files of the checkpoint.
 FILES = 216
 #: The numbers of ranks that are examined.
 RANKS = (64, 512, 1024, 8192, 16384)
@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 def shapes() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape, and how tensor parallelism cuts it: by rows, by columns or not at all."""
+    """Return each tensor's name, shape, and how tensor parallelism cuts it: by rows, by columns or not at all."""
     layers = [
         ("q", (WIDTH, WIDTH), "rows"),
         ("k", (NARROW, WIDTH), "rows"),
@@ -65,17 +65,17 @@ def shapes() -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def fsdp2(ranks: int) -> Callable[[str, str], Spread]:
-    """Rows over all ranks."""
+    """Cut each tensor by rows over all ranks."""
     return lambda _, __: (tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
 
 
 def hsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Eight copies, each by rows."""
+    """Keep eight copies, each cut by rows."""
     return lambda _, __: (tuple(range(ranks)), (8, ranks // 8), (("replicate", 0, 0), ("shard", 0, 0)))
 
 
 def tp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Tensor parallelism over 8 ranks, and the rows of each part over the others."""
+    """Use tensor parallelism over 8 ranks, and cut the rows of each part over the other ranks."""
 
     def spread(_: str, cut: str) -> Spread:
         placements: tuple[tuple[str, int, int], ...] = (("shard", 0, 0), ("replicate", 0, 0))
@@ -89,7 +89,7 @@ def tp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
 
 
 def ep_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Experts over 64 ranks, the rows of each over the others; all else by rows over all ranks."""
+    """Cut experts over 64 ranks and each one's rows over the others; cut all else by rows over all ranks."""
     whole = fsdp2(ranks)
 
     def spread(name: str, cut: str) -> Spread:
@@ -101,7 +101,7 @@ def ep_fsdp(ranks: int) -> Callable[[str, str], Spread]:
 
 
 def pp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
-    """Eight stages of ten layers; a stage has its tensors by rows."""
+    """Make eight stages of ten layers; each stage cuts its tensors by rows."""
 
     def spread(name: str, _: str) -> Spread:
         layer = name.split(".")[1] if name.startswith("layers.") else "0" if name == "embed" else str(LAYERS - 1)
@@ -124,7 +124,7 @@ KINDS = {
 
 
 def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
-    """The layout of a job, and its bytes. ``team`` ranks form a team: 0 for as many as the pieces need, 1 for none."""
+    """Return the layout of a job and its bytes. ``team``: ranks per team; 0: as many as pieces need; 1: none."""
     spread_of = KINDS[kind](ranks)
     numbers: dict[Spread, int] = {}
     tensors = []
@@ -135,7 +135,7 @@ def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
             total += math.prod(shape) * (2 if dtype == "BF16" else 4)
             sizes = shape
             if kind.startswith("EP") and name.rpartition(".")[2] in PARTS:
-                # Each expert has its part of the inner width.
+                # Each expert has an equal part of the inner width.
                 sizes = (EXPERTS, *(size // EXPERTS if size == WIDE else size for size in shape))
             tensors.append((f"{copy}.{name}", dtype, sizes, None, (number,)))
     spreads = [_core.Spread.mesh(*spread) for spread in numbers]
@@ -144,7 +144,7 @@ def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
 
 
 def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]]:
-    """Figures of the save and the load of a job, with teams as in :func:`layout`."""
+    """Return the figures of the save and the load of a job, with teams as in :func:`layout`."""
     measure.give_back_freed_memory()
     measure.reset_peak()
     began = time.process_time()
@@ -175,7 +175,7 @@ def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]
 
 
 def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
-    """Figures of a job of ``total`` bytes, estimated from a sample of its ranks."""
+    """Return the figures of a job of ``total`` bytes, estimated from a sample of its ranks."""
 
     def every(name: str) -> Any:
         return np.array([one[name] for one in found], dtype=float)
@@ -198,7 +198,7 @@ def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
 
 
 def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
-    """Figures of a format with a file for each rank: one run, and no exchange with other ranks."""
+    """Return the figures of a format with a file for each rank: one run, and no exchange with other ranks."""
     duties = {"ranges": 1, "files": 1, "bytes": total // ranks, "peers": 0, "bytes_received": 0, "team": "a file each"}
     return {
         "kind": kind,
@@ -211,7 +211,7 @@ def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
 
 
 def bars(one: dict[str, Any]) -> list[Bar]:
-    """The demands on the figures of a job with teams."""
+    """Return the bars on the figures of a job with teams."""
     ranks, team, load = one["ranks"], one["team"], one["what"] == "load"
     name = f"{one['kind']}, {ranks:,} ranks, {one['what']}"
     copies = 8 if load and one["kind"].startswith("HSDP") else None
@@ -238,7 +238,7 @@ def bars(one: dict[str, Any]) -> list[Bar]:
 
 
 def line(one: dict[str, Any]) -> str:
-    """One point as a row of a table."""
+    """Return one point as a row of a table."""
     cells = [
         one["kind"],
         one["what"],
@@ -268,11 +268,11 @@ def main() -> int:
     """Print the requested table."""
     parser = argparse.ArgumentParser(prog="ranks.py --layout", description=__doc__)
     parser.add_argument("--layout", action="store_true", help="this")
-    parser.add_argument("--ranks", type=_numbers, default=RANKS, help="as in 64,512 (default: 64 to 16384)")
+    parser.add_argument("--ranks", type=_numbers, default=RANKS, help="numbers, such as 64,512 (default: 64 to 16384)")
     parser.add_argument(
-        "--kinds", type=lambda text: text.split(","), default=list(KINDS), help="of jobs (default: all)"
+        "--kinds", type=lambda text: text.split(","), default=list(KINDS), help="kinds of jobs (default: all)"
     )
-    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"ranks that are asked (default: {SAMPLE})")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"ranks that are examined (default: {SAMPLE})")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
@@ -282,7 +282,7 @@ def main() -> int:
     for kind in chosen.kinds:
         for ranks in chosen.ranks:
             rows = points(kind, ranks, 0, chosen.sample)
-            # In place there is a run for each rank and tensor: too many to lay out, and all alike.
+            # Without teams, each rank has one run for each tensor: on more ranks, too many to lay out, and all alike.
             if ranks <= 1024:
                 alike = rows[1]["team"] == 1
                 rows += points(kind, ranks, 1, chosen.sample)[: 1 if alike else 2]
@@ -307,7 +307,7 @@ def draw(path: Path, found: list[dict[str, Any]]) -> None:
     def curves(name: str, scale: float = 1) -> dict[tuple[str, str], list[tuple[float, float]]]:
         lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for one in found:
-            # Without teams, one kind of job stands for all.
+            # Without teams, the figures of all kinds of jobs are alike, so only one is drawn.
             if one["what"] != "load" and (one["how"] == "teams" or one["kind"] == first) and one[name]:
                 lines.setdefault((one["kind"], one["how"]), []).append((one["ranks"], one[name] / scale))
         return lines

@@ -1,9 +1,9 @@
 """Many ranks in one process: the cost of agreement, layout and commit, without a byte of tensors.
 
-Every rank runs the protocol of ``fastckpt.distributed.save`` over a store that is a dict: its table's digest goes up,
-the checkpoint is laid out, and the checksums of the bytes that each rank would write go up and are joined on the way.
-The state is one of FSDP: equal tensors, each cut over all ranks in its first dimension. Beside it, on the same state,
-the work of torch.distributed.checkpoint's default planner on its coordinator, as far as it gets in the time.
+Every rank runs the protocol of ``fastckpt.distributed.save`` over a store that is a dict: each rank sends up its
+table's digest, the checkpoint is laid out, and each rank sends up the checksums of the bytes that it would write, which
+are joined on the way. The state is like that of FSDP: equal tensors, each cut over all ranks in its first dimension.
+For comparison, torch.distributed.checkpoint's default planner plans the same state, unless that has too many items.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ POINTS = (
     *((512, tensors) for tensors in (2_000, 10_000, 100_000)),
     (16384, 10_000),
 )
-#: About the bytes of the state: a model of 70 billion parameters in bfloat16.
+#: Approximate bytes of the state: a model of 70 billion parameters in bfloat16.
 STATE = 140e9
-#: Items of all ranks together up to which torch's planner is run: it needs about 2 KB and 25 us for each.
+#: The most items of all ranks together for which torch's planner runs: it needs about 2 KB and 25 us for each.
 PEER_ITEMS = 600_000
-#: The bars: CPU seconds and bytes of memory of the coordinator, with up to so many tensors.
+#: The bars: CPU seconds and bytes of memory of the coordinator, with at most ``TENSORS`` tensors.
 SECONDS, MEMORY, TENSORS = 2.0, 1 << 30, 500
 PAGE = 4096
 PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<u8"), ("xz", "<u8")])
@@ -52,7 +52,7 @@ class Traffic:
     """The exchange of one rank with the store."""
 
     requests: int = 0
-    #: Questions to the store, each with an answer: one request may need several.
+    #: Operations of the store: one request may need several.
     operations: int = 0
     sent: int = 0
     received: int = 0
@@ -78,7 +78,7 @@ class Traffic:
 
 
 class Store:
-    """A dict, and ranks that take turns; the clock stands still, and no rank is silent."""
+    """A dict as the store, over which ranks take turns; the clock stands still, so that no rank seems silent."""
 
     def __init__(self, ranks: int) -> None:
         self.values: dict[str, bytes] = {}
@@ -164,22 +164,22 @@ class State:
         self.spread = Spread(tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
 
     def told(self, rank: int) -> Told:
-        """A rank's message about its table: everything that each rank encodes."""
+        """Return a rank's message about its table, which includes everything that each rank encodes."""
         kinds, kind = kinds_of([("bfloat16", self.shape, None, 0)] * self.tensors)
         table = Table(self.names, kinds, kind, [], None, "[]")
         return Told.of(rank, encode(table), encode_spreads([self.spread]))
 
     def share(self, *grains: int) -> Any:
-        """The layout that each rank makes: with page, grain and team, or in place."""
+        """Return the layout that each rank makes, with page, grain and team, or (without them) in place."""
         spread = _core.Spread.mesh(self.spread.ranks, self.spread.mesh, self.spread.placements)
         tensors = [(name, "BF16", self.shape, None, (0,)) for name in self.names]
         options = _core.SaveOptions(shard_size=1 << 50)
         return _core.Share.to_save(tensors, [spread], self.ranks, options, *grains)
 
     def pieces(self, share: Any, *, in_place: bool = True) -> Any:
-        """A function that returns the checksums of a rank's written bytes, in the form of its core.
+        """Return a function that returns the checksums of a rank's written bytes, encoded as the core encodes them.
 
-        In place, these are whole pages of its part of each tensor, which is faster to compute here than in the core.
+        In place, a rank writes whole pages of its part of each tensor; this is faster to compute here than in the core.
         """
         base, block = _begin(share, self.nbytes)
         begins = base + np.arange(self.tensors, dtype=np.int64) * self.nbytes
@@ -187,7 +187,7 @@ class State:
         def own(rank: int) -> tuple[Any, Any]:
             first = begins + rank * self.nbytes // self.ranks
             last = begins + (rank + 1) * self.nbytes // self.ranks
-            # The page in which two ranks meet belongs to the first of them.
+            # A page with bytes of two ranks belongs to the first of them.
             first = first if rank == 0 else -(-first // PAGE) * PAGE
             last = last if rank == self.ranks - 1 else np.minimum(-(-last // PAGE) * PAGE, begins + self.nbytes)
             first, last = np.minimum(first, begins + self.nbytes), np.maximum(last, first)
@@ -208,7 +208,7 @@ class State:
 
 
 def _cut(first: Any, last: Any, origin: int, step: int) -> tuple[Any, Any]:
-    """Ranges cut at each multiple of ``step`` behind ``origin``."""
+    """Return the ranges, cut at each multiple of ``step`` after ``origin``."""
     begin = (first - origin) // step
     counts = (last - 1 - origin) // step - begin + 1
     of = np.repeat(np.arange(len(first)), counts)
@@ -217,7 +217,7 @@ def _cut(first: Any, last: Any, origin: int, step: int) -> tuple[Any, Any]:
 
 
 def _begin(share: Any, nbytes: int) -> tuple[int, int]:
-    """The offset of the first tensor, and the size of blocks, found by trying which pieces the layout accepts."""
+    """Return the offset of the first tensor and the block size, found by trying which pieces the layout accepts."""
 
     def takes(start: int, length: int) -> bool:
         piece = np.zeros(1, PIECE)
@@ -239,7 +239,7 @@ def _begin(share: Any, nbytes: int) -> tuple[int, int]:
 
 
 def rounds(told: Told, pieces: Callable[[], bytes], share: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The rounds of a save: the name of each, the rank's value, how values are combined, how the answer is made."""
+    """Yield the rounds of a save: name, the rank's value, the function that combines values, the one that decides."""
     yield "arrive", [*told.digests, False], combine_arrivals, None
     yield "created", None, _nothing, lambda _: "name"
     yield "joined", None, _nothing, None
@@ -286,7 +286,7 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
     leaf = store.traffic[-1]
     nodes = store.traffic[1 : 1 + (ranks - 2) // 32] or [leaf]
     node = max(nodes, key=lambda one: one.received)
-    # Two saves were made, so that the introductions of the first count half.
+    # The costs are the mean of two saves, so the introductions, which only the first needs, count half.
     protocol = store.coordinator / 2 - making
     return {
         "ranks": ranks,
@@ -297,7 +297,7 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
         "duties_cpu": duties - laid_out,
         "protocol_cpu": protocol,
         "all_cpu": total / 2,
-        # Its memory: the table, the layout, and the messages of the last round, which are its largest.
+        # The coordinator's memory holds the table, the layout, and the messages of the last round, the largest ones.
         "memory": max(0, memory) + store.traffic[0].received,
         "pieces": len(own) // PIECE.itemsize,
         "commit": out[0][1][0],
@@ -358,12 +358,12 @@ def peer(ranks: int, tensors: int, *, limit: int = PEER_ITEMS) -> dict[str, Any]
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def lines(point: dict[str, Any]) -> str:
-    """One point as text."""
+    """Return one point as text."""
     theirs = point["peer"]
     told = (
         f"torch: {theirs['coordinator_cpu']:.2f} s, {theirs['received'] / 1e6:,.1f} MB in, "
@@ -416,7 +416,7 @@ def draw(path: Path, points: list[dict[str, Any]]) -> None:
 
 
 def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None) -> list[dict[str, Any]]:
-    """Simulate the points, print them as they come, draw them, and return them."""
+    """Simulate the points, print each when it is done, draw them, and return them."""
     found = []
     for ranks, tensors in points or POINTS:
         point = {**simulate(ranks, tensors), "peer": peer(ranks, tensors)}
@@ -432,7 +432,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="ranks.py --simulate", description=__doc__)
     parser.add_argument("--simulate", action="store_true", help="this")
     parser.add_argument(
-        "--points", type=_points, help="ranks x tensors, as in 8x500,16384x500 (default: all that the guide names)"
+        "--points", type=_points, help="ranks x tensors, such as 8x500,16384x500 (default: all that the guide names)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")

@@ -1,4 +1,4 @@
-"""The states of the ranks of a job: random bits, the same ones each time; each rank makes only its own part."""
+"""The states of the ranks of a job: random bits, the same in every run; each rank makes only its own part."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.states import llama_shapes, random_tensor
 
-# fsdp: rows; column: columns (norms by rows); replicas: every rank has all; many: small tensors by rows; short: tensors
-# of which each rank has 32 or 64 KiB of rows, like a large model on many ranks.
+# fsdp: cut by rows; column: by columns (norms by rows); replicas: every rank has all; many: small tensors by rows;
+# short: each rank has 32 or 64 KiB of rows of each tensor, as with a large model on many ranks.
 KINDS = ("fsdp", "column", "replicas", "many", "short")
 
 
@@ -34,7 +34,7 @@ def make(kind: str, size: int, count: int = 0, *, blank: bool = False) -> dict[s
         cut = 1 if kind == "column" and len(shape) == 2 else 0
         local = list(shape)
         if kind != "replicas":
-            # As torch.chunk cuts.
+            # The size of a piece, as torch.chunk cuts.
             piece = -(-shape[cut] // mesh.size())
             local[cut] = max(0, min(shape[cut] - piece * mesh.get_local_rank(), piece))
         seed = zlib.crc32(f"{name} {0 if kind == 'replicas' else mesh.get_local_rank()}".encode())

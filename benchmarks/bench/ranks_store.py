@@ -1,15 +1,15 @@
-"""One real TCPStore, and many clients: the cost of a save, a restore and a preemption for it.
+"""The cost of a save, a restore and a preemption for one real TCPStore with many clients.
 
     python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
 
-Every client is a rank from the store's view: with the package's protocol, connections and threads. It
-has no tensors. A save sends the messages of one with an FSDP state to a file system that many machines share: each
-rank with the checksums of the ranges that the layout gives to it. In a restore the newest checkpoint has one damaged
-block, which one rank reads, and the ranks load the previous one. In a preemption a signal comes to one rank in the
-middle of a step, and all leave at one step. The server has its own process, and the clients share a few; all of them
-share this machine, so seconds are more than on a cluster, where each client has a core. The work of the server does not
-depend on that: its CPU seconds, bytes and memory are the kernel's counts (the peak of the resident set, minus its size
-with all clients connected), and operations are the requests of the clients.
+From the store's view, every client is a rank, with the package's protocol, connections and threads. No client has
+tensors. A save sends the messages for an FSDP state and a file system that many machines share: each rank sends
+the checksums of the ranges that the layout assigns to it. In a restore, the newest checkpoint has one damaged block,
+which one rank reads, so the ranks load the previous one. In a preemption, one rank receives a signal in the middle of a
+step, and all ranks stop at one step. The server has its own process, and the clients share a few processes; all share
+this machine, so seconds are more than on a cluster, where each client has a core. The server's work does not depend on
+that: its CPU seconds, bytes and memory are the kernel's counts (the peak of the resident set, minus its size with all
+clients connected), and operations are the requests of the clients.
 """
 
 # ruff: noqa: SLF001 - the exchange of ranks is counted and driven from within
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 
 #: The scenes, in order.
 SCENES = ("save", "restore", "preemption")
-#: Seconds of the steps of a preemption, and of training before the signal: not a multiple of both.
+#: Seconds of a step in the two preemptions, and seconds of training before the signal: not a multiple of both.
 STEPS, BEFORE = (5.0, 0.01), 11.7
 TIMEOUT = 600.0
 #: Page, grain and team of a save to a file system that many machines share.
 SHARED = (4096, 4 << 20, 0)
 #: The bars: seconds of a save's rounds, and of the answer to a signal; bytes of the server's memory.
 SAVE, ANSWER, MEMORY = 10.0, 3.0, 200 * MB
-#: Threads are many and do little.
+#: Bytes of a thread's stack: many threads run, and each needs little.
 STACK = 512 << 10
 HOME = str(Path(__file__).parent)
 
 
 class Counted(Transport):
-    """A client that counts its exchange."""
+    """A client that counts its requests and replies."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
@@ -77,7 +77,7 @@ class Counted(Transport):
     def serve(self, request: Any, limit: float) -> Any:
         """Serve a request, and count it."""
         reply = super().serve(request, limit)
-        # A wait goes on at the server; to look at it again costs the server nothing.
+        # A repeated wait for the same keys continues at the server and costs the server nothing, so it does not count.
         if not (isinstance(request, Wait) and request.keys == self._waited):
             self.traffic.note(request, reply)
         self._waited = request.keys if isinstance(request, Wait) and not reply else ()
@@ -109,7 +109,7 @@ class Boundary(StepBoundary):
         return False
 
     def passes(self, step: int) -> bool:
-        """Whether all ranks pass the boundary without a question."""
+        """Whether all ranks pass the boundary without asking each other."""
         return StepBoundary._passes(self, step)
 
 
@@ -139,14 +139,14 @@ class Client:
         return self.session.peers.operation(kind, f"{HOME}/{path}", TIMEOUT, place=self.place)
 
     def save(self, path: str, said: Callable[[], Any]) -> None:
-        """The rounds of a save."""
+        """Do the rounds of a save."""
         with self.operation("save", path) as turn:
             turn.mark({"0.step": f"'{path}'"})
             for name, value, combine, decide in said():
                 turn.round(name, value, combine=combine, decide=decide)
 
     def load(self, path: str, *, damaged: bool) -> None:
-        """The rounds of a load, in which one block may be damaged: its reader, the last rank, raises."""
+        """Do the rounds of a load, in which one block may be damaged: its reader, the last rank, raises."""
         with self.operation("load", path) as turn:
             turn.mark(dict(self.crew.answered))
             turn.round("arrive", [[self.session.group.host], [], [True, ""]], combine=lambda values: values[0])
@@ -159,7 +159,7 @@ class Client:
             turn.round("done", None, combine=lambda _: None)
 
     def restore(self) -> None:
-        """The questions of a manager's restore, and the loads between them."""
+        """Do a manager's restore: its questions to rank 0, and the loads between them."""
         for at, path in enumerate(("step-2000", "step-1000")):
             if at == 0:
                 self.crew.first("restore", lambda: [[2000, False], [1000, False]])
@@ -180,7 +180,7 @@ class Job(NamedTuple):
     Attributes:
         clients: their number.
         tensors: the number of tensors of the state.
-        in_place: whether each rank writes its own part of each tensor, and not the ranges that its team gives to it.
+        in_place: whether each rank writes its own part of each tensor, not the ranges that its team assigns to it.
         together: the barrier at which their processes meet in each step.
     """
 
@@ -197,7 +197,7 @@ class Crowd:
         import torch.distributed as dist
 
         threading.stack_size(STACK)
-        # By default each of a thousand threads that want the interpreter requests it 200 times a second.
+        # By default, each of a thousand threads that wait for the interpreter requests it 200 times a second.
         sys.setswitchinterval(1.0)
         self.size, self.tensors, self.in_place, self.together = job
         peers.Transport = Counted
@@ -216,7 +216,7 @@ class Crowd:
         return found
 
     def each(self, function: Callable[[Client], Any], some: list[Client] | None = None) -> dict[str, Any]:
-        """Run a function of each client in its thread; when they began and ended.
+        """Run a function of each client in the thread of the client; return when they began and ended.
 
         Raises:
             Exception: a client failed.
@@ -243,7 +243,7 @@ class Crowd:
         return {"began": began, "ended": max(ends)}
 
     def traffic(self) -> list[float]:
-        """Operations of all clients since the last call, bytes that they sent and received, and their CPU seconds."""
+        """Return all clients' operations, bytes sent, bytes received and CPU seconds since the last call."""
         now = time.process_time()
         total = [0, 0, 0, now - self._cpu]
         self._cpu = now
@@ -287,10 +287,10 @@ class Crowd:
         """Take steps together, like the ranks of a job, until a signal to one rank is answered.
 
         Args:
-            begins: when the first step does, by the monotonic clock.
-            seconds: of a step.
-            called: when the signal comes.
-            whom: to which rank.
+            begins: when the first step begins, on the monotonic clock.
+            seconds: the duration of a step.
+            called: when the signal arrives.
+            whom: the rank that receives the signal.
         """
         cost, share, step = 0.0, 0.0, 0
         for client in self.clients:
@@ -318,7 +318,7 @@ class Crowd:
                     client.boundary._wanted = None
                 return {"step": step, "ended": now, "cost": cost, "share": share}
             if now > called + 60:
-                raise RuntimeError("no client has noticed the signal for a minute")
+                raise RuntimeError("no client noticed the signal within a minute")
 
 
 def _crowd(index: int, crowds: int, port: int, connection: Connection, job: Job) -> None:
@@ -330,17 +330,17 @@ class Server:
 
     def __init__(self, process: int) -> None:
         self.at = Path(f"/proc/{process}")
-        #: Its memory before the first client: Python and torch.
+        #: The server's memory before the first client: Python and torch.
         self._bare = self._now()["memory"]
         self._began: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Begin to count."""
         (self.at / "clear_refs").write_text("5")
         self._began = self._now()
 
     def counts(self) -> dict[str, float]:
-        """CPU seconds and bytes since ``begin``, and the peak of memory since then."""
+        """Return CPU seconds and bytes since ``begin``, and the peak of memory since then."""
         now = self._now()
         found = {name: now[name] - self._began[name] for name in ("cpu", "in", "out")}
         return {**found, "memory": now["peak"] - self._bare}
@@ -364,14 +364,14 @@ class Scenes:
 
     def __init__(self, processes: int, clients: int, tensors: int, *, in_place: bool) -> None:
         self.clients = clients
-        # The barrier ends with its last reference, and starting processes have none yet: this one stays.
+        # The barrier ends with its last reference, and starting processes have none yet: this reference keeps it alive.
         self.job = Job(clients, tensors, in_place, multiprocessing.get_context("spawn").Barrier(processes))
         self.world = World(processes, functools.partial(_crowd, job=self.job))
         self.server = Server(self.world.processes[0].pid)
         self.found: list[dict[str, Any]] = []
 
     def scene(self, name: str, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Run a method of all crowds, and note its cost for the server."""
+        """Run a method of all crowds, and record its cost for the server."""
         self.world.ask("traffic")
         self.server.begin()
         said = self.world.ask(method, *arguments)
@@ -393,18 +393,18 @@ class Scenes:
         return said
 
     def save(self) -> None:
-        """Two saves: in the first, ranks meet."""
+        """Measure two saves: in the first, the ranks also introduce themselves."""
         self.world.ask("prepare_save")
         self.scene("save, the first", "save", "step-1")
         self.scene("save", "save", "step-2")
 
     def restore(self) -> None:
-        """A restore past a damaged checkpoint."""
+        """Measure a restore that skips a damaged checkpoint."""
         self.world.ask("manage")
         self.scene("restore past a damaged block", "restore")
 
     def preemption(self) -> None:
-        """Signals in training."""
+        """Measure the answer to a signal during training."""
         self.world.ask("manage")
         for seconds in STEPS:
             begins = time.monotonic() + 1
@@ -414,7 +414,7 @@ class Scenes:
             )
             if len({one["step"] for one in said}) != 1:
                 raise RuntimeError(f"ranks stop at different steps: {sorted({one['step'] for one in said})}")
-            # The first boundary after the signal: none can answer before.
+            # This is the first boundary after the signal; no rank can answer the signal earlier.
             boundary = begins + math.ceil(BEFORE / seconds) * seconds
             ended = max(one["ended"] for one in said)
             self.found[-1].update(
@@ -426,7 +426,7 @@ class Scenes:
 
 
 def lines(found: list[dict[str, Any]]) -> list[list[str]]:
-    """The table, head first."""
+    """Return the table, head first."""
     rows = [["", "s", "operations", "MB in", "MB out", "CPU s of clients", "of the server", "server MB"]]
     for one in found:
         server = one["server"]
@@ -437,7 +437,7 @@ def lines(found: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def bars(found: list[dict[str, Any]]) -> list[Bar]:
-    """The demands on the figures."""
+    """Return the bars on the figures."""
     made = []
     for one in found:
         name = one["scene"]
@@ -457,8 +457,8 @@ def main() -> int:
     )
     parser.add_argument("--store", action="store_true", help="this")
     parser.add_argument("--clients", type=options.positive, default=1000, help="ranks (default: 1000)")
-    parser.add_argument("--processes", type=options.positive, default=2, help="of the clients (default: 2)")
-    parser.add_argument("--tensors", type=options.positive, default=30_000, help="of the state (default: 30000)")
+    parser.add_argument("--processes", type=options.positive, default=2, help="processes of the clients (default: 2)")
+    parser.add_argument("--tensors", type=options.positive, default=30_000, help="tensors saved (default: 30000)")
     parser.add_argument(
         "--in-place", action="store_true", help="save as with FASTCKPT_AGGREGATE=off, not in teams as by default"
     )

@@ -1,8 +1,8 @@
-"""The ranks: lasting processes with a gloo group, whose store has a separate process.
+"""The ranks: processes that live for all calls and form a gloo group, whose store has a separate process.
 
-Each call begins at once for all (after a barrier) and is measured in each rank: wall-clock seconds, CPU seconds, the
-peak of its memory, and the bytes that by the kernel's count it read from and wrote to storage (/proc/self/io). The
-seconds of a call run from the first rank's begin to the last rank's end.
+Each call begins on all ranks at the same time (after a barrier) and is measured in each rank: wall-clock seconds, CPU
+seconds, the peak of its memory, and the bytes that it read from and wrote to storage by the kernel's count
+(/proc/self/io). A call lasts from the first rank's start to the last rank's end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-# Longer than any call here takes on a working disk.
+# Seconds to wait for a call: longer than any call here takes on a working disk.
 PATIENCE = 900
 
 
@@ -32,9 +32,9 @@ class Call:
     """One call on all ranks.
 
     Attributes:
-        seconds: from the first begin to the last end.
+        seconds: the time from the first start to the last end.
         cpu: user and system seconds of all ranks.
-        extra: bytes of memory beyond the state, of the rank with most.
+        extra: bytes of memory beyond the state, of the rank with the most.
         read: bytes that all ranks read from storage.
         written: bytes that all ranks wrote to storage.
         state_bytes: bytes of the whole tensors, each counted once.
@@ -63,7 +63,7 @@ class _Rank:
         self.blank: dict[str, Any] = {}
 
     def make(self, kind: str, size: int, count: int, *, loads: bool) -> int:
-        """Make the state and the targets of loads; return the bytes of the whole."""
+        """Make the state and the destinations of loads; return the bytes of the state of all ranks."""
         self.state, self.blank = {}, {}
         self.state = ranks_states.make(kind, size, count)
         if loads:
@@ -106,7 +106,7 @@ class _Rank:
 
 
 def _run(rank: int, size: int, port: int, connection: Connection) -> None:
-    """Be a rank until the parent closes."""
+    """Serve as a rank until the parent closes the connection."""
     # One thread of torch per rank, as launchers set it.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     import torch
@@ -146,8 +146,8 @@ class World:
     """All ranks, as seen by the parent.
 
     Args:
-        size: how many processes.
-        run: the function of each: called with its index, ``size``, the store's port and a connection to the parent.
+        size: the number of processes.
+        run: the function of each: it gets its index, ``size``, the store's port and a connection to the parent.
     """
 
     def __init__(self, size: int, run: Callable[[int, int, int, Connection], None] = _run) -> None:
@@ -173,7 +173,7 @@ class World:
         """Run a method of all ranks; return their answers.
 
         Raises:
-            OSError: one failed, died or did not answer.
+            OSError: a rank failed, died or did not answer.
         """
         for connection in self.connections:
             connection.send((method, arguments, named))
@@ -191,7 +191,7 @@ class World:
         return answers
 
     def make(self, kind: str, size: int, count: int = 0, *, loads: bool = False) -> int:
-        """Have all ranks make their parts of a state; return the bytes of the whole."""
+        """Have all ranks make their parts of a state; return the bytes of the state of all ranks."""
         self.state_bytes = int(self.ask("make", kind, size, count, loads=loads)[0])
         return self.state_bytes
 

@@ -30,7 +30,7 @@ PACKAGES = (
     "tensorizer",
     "deepspeed",
 )
-# Column, figure, digits.
+# The column, the key of its figure, and the digits.
 SPEED = (
     ("GB/s", "gigabytes_per_second", 2),
     ("of raw", "of_raw", 2),
@@ -134,7 +134,7 @@ def remarks(section: dict[str, Any]) -> list[str]:
     )
     if mapped:
         lines.append(
-            f"Mapped: {', '.join(mapped)}: what was loaded is pages of the file, which the kernel has yet to copy when "
+            f"Mapped: {', '.join(mapped)}: the result is pages of the file, which the kernel copies only when "
             "a step first writes them (--touch write counts that)."
         )
     if raw := results.get("raw"):

@@ -1,9 +1,9 @@
 """Interleaved rounds: each runs every contender once.
 
-The next round begins with another contender and goes in the opposite order, so that no contender always follows the
-same one. The speed of a shared disk drifts, so figures are medians over rounds. Before each load the page cache is
-dropped or, for a hot load, filled with the files. Before each operation as much free memory is made ready as the most
-wasteful contender takes. In the first round every result is compared with the state.
+The next round begins with another contender and has the opposite order, so that no contender always follows the same
+other contender. The speed of a shared disk drifts, so figures are medians over rounds. Before each load the page cache
+is dropped or, for a hot load, filled with the files. Before each operation, the benchmark touches as much free memory
+as the most wasteful contender takes. In the first round every result is compared with the state.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     Samples = dict[str, dict[str, list[Sample]]]
 
-# The memory, as a multiple of the state, that is made ready for each operation: for the loaded state, and for the page
-# cache of contenders that read through it.
+# The free memory, as a multiple of the state, that is touched before each operation: for the loaded state, and for the
+# page cache of contenders that read through it.
 MEMORY = 2.25
-# The comparison needs these: their failure ends the run.
+# The comparison needs these contenders: their failure ends the run.
 ESSENTIAL = ("raw", "fastckpt")
 
 
@@ -38,10 +38,10 @@ class Outcome:
     """The measurements of a run.
 
     Attributes:
-        samples: by contender and operation.
-        not_run: reasons by contender, for those that are missing here or have failed.
+        samples: the samples by contender and operation.
+        not_run: the reason for each contender that is missing here or failed.
         notes: notes for readers, by contender.
-        calls: system calls by contender and operation, where they were counted.
+        calls: the number of system calls by contender and operation, if counted.
         caches: how caches were dropped.
     """
 
@@ -57,14 +57,14 @@ class Rounds:
     """One run over one workload.
 
     Attributes:
-        specs: the contenders.
-        workload: what they save.
-        directory: where.
-        operations: which of ``OPERATIONS``; a save that is not among them is done but not recorded.
-        rounds: how many rounds.
+        specs: the contenders to measure.
+        workload: the state that contenders save.
+        directory: the directory of the checkpoints.
+        operations: some of ``OPERATIONS``; a save that is not among these is done but not recorded.
+        rounds: the number of rounds.
         write: whether the pages of results are written, not only read.
         syscalls: whether one more round counts system calls.
-        patience: seconds that a contender has for an operation; None for as long as it takes.
+        patience: the seconds that a contender has for an operation; None for no limit.
     """
 
     specs: list[Spec]
@@ -102,7 +102,7 @@ class Rounds:
         finally:
             for process in self.processes.values():
                 process.close()
-        # In the order of the table, not of the turns.
+        # The result has the order of the table, not of the turns.
         named = {spec.name: self.outcome.samples[spec.name] for spec in self.specs if spec.name in self.outcome.samples}
         self.outcome.samples = named
         return self.outcome
@@ -112,7 +112,7 @@ class Rounds:
         return True
 
     def give_up(self, name: str, error: ContenderError) -> None:
-        """Go on without this contender."""
+        """Leave this contender out of further rounds."""
         if name in ESSENTIAL:
             say(error.failure.details)
             raise error
@@ -130,7 +130,7 @@ class Rounds:
         return names if number % 2 == 0 else names[::-1]
 
     def guard(self, name: str, turn: Callable[[], None]) -> None:
-        """Do a contender's turn; if it fails, it is out."""
+        """Do a contender's turn; if the contender fails, leave it out of further rounds."""
         path = self.path(name)
         try:
             turn()

@@ -1,8 +1,7 @@
-"""The states to save and load: the workloads, all of random bytes, the same ones each time.
+"""The states to save and load (workloads), of random bytes that are the same in every run.
 
-They are random, so that storage that compresses or deduplicates gains nothing. ``make`` is a module's function, so that
-each contender's own process can make its own state: memory shared through fork() would be copied by the kernel when a
-direct write pins it.
+Random bytes give storage that compresses or deduplicates no advantage. ``make`` is a module's function, so each
+contender's process can make its own state: a direct write that pins memory shared by fork() makes the kernel copy it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """The workload's name in tables."""
         if self.kind == "many":
             return f"many: {self.count} tensors of {self.size} bytes"
         amount = f"{self.size / GB:g} GB" if self.size >= GB else f"{self.size / MB:g} MB"
@@ -44,7 +43,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the state, roughly."""
+        """The approximate bytes of the state."""
         return self.size * max(1, self.count)
 
     def make(self) -> Any:
@@ -55,7 +54,7 @@ class Workload:
         return makers.get(self.kind, model_state)(self.size)
 
     def make_blank(self) -> Any:
-        """Return a state of the same shape, of resident zeros: the target of ``into=``."""
+        """Return a state of the same shape, of resident zeros: the destination of ``into=``."""
         import numpy as np
 
         state = self.make()
@@ -159,7 +158,7 @@ def numpy_state(size: int) -> dict[str, Any]:
 def optimizer_state(size: int) -> dict[str, Any]:
     """Return a model in bfloat16 with AdamW's state: two moments in float32, steps, and the settings of its groups.
 
-    Ten bytes a parameter. The shape is that of ``torch.optim.AdamW.state_dict()``.
+    It has ten bytes per parameter and the structure of ``torch.optim.AdamW.state_dict()``.
     """
     import numpy as np
     import torch
@@ -187,7 +186,7 @@ def optimizer_state(size: int) -> dict[str, Any]:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a torch tensor, without importing torch for a state that has none."""
+    """Whether a value is a torch tensor, without an import of torch for a state that has none."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
 
 
@@ -206,7 +205,7 @@ def leaves(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 def as_bytes(leaf: Any) -> Any:
     """Return the bytes of a contiguous tensor or array as a NumPy vector, or None for another value.
 
-    For a tensor on another device they are a copy.
+    The bytes of a tensor on another device are a copy.
     """
     import numpy as np
 
@@ -232,7 +231,7 @@ def largest(state: Any) -> int:
 def touch(state: Any, *, write: bool) -> None:
     """Read one byte of every page of the state; with ``write`` also write it, like an optimizer's step.
 
-    Before that, a mapped file is not read, and is not the process's own memory.
+    Until then, a mapped file is not read, and is not the process's own memory.
     """
     for _, leaf in leaves(state):
         if getattr(leaf, "nbytes", 0) > mmap.PAGESIZE:
@@ -244,7 +243,7 @@ def touch(state: Any, *, write: bool) -> None:
 
 
 def fill(target: Any, source: Any) -> None:
-    """Copy every tensor of ``source`` over the one at its place in ``target``."""
+    """Copy every tensor of ``source`` over the tensor at the same place in ``target``."""
     places = dict(leaves(target))
     for place, leaf in leaves(source):
         if is_tensor(leaf):

@@ -1,4 +1,4 @@
-"""From samples to figures: medians over rounds, and ratios to the raw device of the same rounds."""
+"""Computes figures from samples: medians over rounds, and ratios to the raw device of the same rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bench.rounds import Outcome
     from bench.states import Workload
 
-    # Contender, operation, figure.
+    # By contender, operation and figure.
     Results = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -58,7 +58,7 @@ def summarise(samples: list[Sample]) -> dict[str, Any]:
 
 
 def summarise_all(outcome: Outcome) -> Results:
-    """Return the figures of all contenders; a load into existing memory and a cold load share the raw device's."""
+    """Return the figures of all contenders; loads into existing memory and cold loads share those of the raw device."""
     results = {
         name: {operation: summarise(samples) for operation, samples in operations.items()}
         for name, operations in outcome.samples.items()

@@ -13,7 +13,7 @@ from harness.internals import Staging, unhook_optimizers
 
 @pytest.fixture
 def alone():
-    """After a test, none of its saves is in flight, and no optimizer has our hook."""
+    """Make sure that after a test none of its saves is in flight, and no optimizer has fastckpt's hook."""
     yield
     fastckpt.background.drain(60)
     fastckpt.background.release_buffers()
@@ -22,7 +22,7 @@ def alone():
 
 @pytest.fixture
 def unhook():
-    """Takes our hook away from all optimizers, until the next lazy save."""
+    """Removes fastckpt's hook from all optimizers until the next lazy save."""
     return unhook_optimizers
 
 
@@ -44,7 +44,7 @@ def held_background(monkeypatch):
 
 @pytest.fixture
 def when_waited_for():
-    """``when_waited_for(function)`` calls it once, at the next wait of a step or a guard for an unfinished copy."""
+    """``when_waited_for(function)`` calls ``function`` once, when a step or guard next waits for an unfinished copy."""
     functions = []
 
     def watched(wait):

@@ -1,4 +1,4 @@
-"""Asynchronous saves: changes by the caller meanwhile, failures, and the end of the process."""
+"""Asynchronous saves: changes by the caller during a save, failures, and the end of the process."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from harness import points, zygote
 from harness.internals import Job, RanksJob, join_saves, kept_memory, waiting_calls
 from harness.states import numbered, same, which
 
-SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
+SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a test can cancel a save in time
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
     try:
-        fastckpt.background.drain(60)  # raises the errors that no call has raised
+        fastckpt.background.drain(60)  # raises errors that no call raised yet
     finally:
         fastckpt.background.release_buffers()
 
 
 @pytest.fixture
 def late(tmp_path):
-    """Make ``no`` a dangling link, as if this happened between the check at the call and the background save."""
+    """Make ``no`` a dangling link, as if it became one between the check at the call and the background save."""
     (tmp_path / "no").symlink_to("nowhere")
     with points.replaced(points.CHECK_TARGET, lambda _: lambda *_: None):
         yield
@@ -49,7 +49,7 @@ def late(tmp_path):
 
 @pytest.fixture
 def hold(monkeypatch):
-    """``hold(path)`` returns an event: a save to that path has its snapshot, and writes once the event is set."""
+    """``hold(path)`` returns an event: a save to that path completes its snapshot, and writes once the event is set."""
     gates = {}
     real = Job._write
 
@@ -69,7 +69,7 @@ def hold(monkeypatch):
 
 
 def release_when_admission_waits(gate, seconds=0.0):
-    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place in flight."""
+    """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait until it may save."""
 
     def body():
         wait_until(waiting_calls)
@@ -224,7 +224,7 @@ def test_it_can_be_awaited(tmp_path, late, hold):
         second = fastckpt.save_async(numbered(3), tmp_path / "c")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(_wait(second), 0.05)
-        assert not second.done(), "who stops waiting does not stop the save"
+        assert not second.done(), "a cancelled wait does not cancel the save"
         gate.set()
         await second
         broken = fastckpt.save_async(numbered(4), tmp_path / "no" / "parent")
@@ -239,7 +239,7 @@ def test_it_can_be_awaited(tmp_path, late, hold):
     assert which(fastckpt.load(tmp_path / "c")) == 3
 
 
-# One after the other.
+# Order of saves.
 
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, hold):
@@ -252,7 +252,7 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, hold):
     release.join()
     assert first.done()
     report = second.result(60)
-    # The call takes all of the stall, and that all of the wait; by no more than the call's own work.
+    # The call includes the stall, and the stall includes the wait.
     assert 1.0 <= report.phases["wait"] <= report.stall <= waited
     assert first.result().phases["wait"] < 0.5
 
@@ -291,7 +291,7 @@ def test_whichever_ends_first_makes_room(tmp_path, hold):
 
 
 def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
-    """Even if its thread has not run yet."""
+    """A save counts even if its thread has not run yet."""
     real = Job.run
 
     def late(job):
@@ -308,7 +308,7 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
 
 
 def _let_go_where_it_is_waited_for(gate, pending):
-    """Let a held save go on as soon as a call waits for its path, and check that it has ended by then."""
+    """Let a held save continue once a call waits for its path, and check that the save has ended after the wait."""
 
     def letting_go(wait_for_paths):
         def wait(*paths):
@@ -378,7 +378,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     broken.finished.wait(60)
     with pytest.warns(RuntimeWarning, match=r"no/c failed, and its result was never requested"):
-        # The synchronous save may be the last act of a failing program, so it saves first, and only warns.
+        # A synchronous save may be the last act of a failing program, so it saves, and only warns.
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
     with pytest.raises(FileNotFoundError) as caught:
@@ -389,7 +389,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
             f"asynchronous save to {broken.path}; save_async raised it because its result was never requested" in text
         )
         assert f"the save of this call, to {tmp_path / 'c'}, goes on" in text
-    # It saved first, and its handle is not lost.
+    # The call started its save first, and the error has the handle of that save.
     assert caught.value.pending_save.path == str(tmp_path / "c")
     assert caught.value.pending_save.result(60).bytes > 0
     assert which(fastckpt.load(tmp_path / "c")) == 3
@@ -398,7 +398,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
 
 
 def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
-    # A loop that saves despite failures: every other save fails, and all others are durable.
+    # A loop saves despite failures: every second save fails, and all others become durable.
     errors = []
     for turn in range(6):
         bad = tmp_path / "no" / "c" if turn % 2 else None
@@ -527,7 +527,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
 
 
 def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
-    """Wherever the exception comes from, the save goes on or does not exist: nothing waits for it forever."""
+    """Wherever the exception is raised, the save continues or does not exist: nothing waits for it forever."""
 
     def interrupted(real, *, before):
         def call(*arguments, **named):
@@ -543,7 +543,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
             interrupt = functools.partial(interrupted, before=before)
             with points.replaced(place, interrupt), pytest.raises(KeyboardInterrupt):
                 fastckpt.save_async(numbered(1), tmp_path / "c", io=fastckpt.IO(lazy=True))
-            # Another thread, in which code below a signal handler is no special case.
+            # A thread other than the main one, in which code below a signal handler is no special case.
             drained = []
             thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.background.drain(60)))
             thread.start()
@@ -625,7 +625,7 @@ def hold():
     return gate
 
 def late():
-    # As if it came to that between the call, which looks at it, and the save in the background.
+    # As if the link appeared between the check at the call and the save in the background.
     os.path.lexists(target + "-no") or os.symlink("nowhere", target + "-no")
     from harness import points
     points.replace(points.CHECK_TARGET, lambda _: lambda *_: None)
@@ -700,7 +700,7 @@ import fastckpt
 from harness.internals import Job
 
 def broken(job):
-    time.sleep(0.2)  # the program is at its end by then
+    time.sleep(0.2)  # the program has reached its end by then
     raise OSError(5, "the disk is gone")
 
 def save(path):
@@ -723,14 +723,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["alone", "fork", "fork after a save", "forkserver", "spawn"])
 def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
-    """Without configured logging, and even in children: those that multiprocessing forks never reach atexit."""
+    """Without configured logging, even children report failures; if multiprocessing forks, they never reach atexit."""
     program = tmp_path / "program.py"
     program.write_text(BROKEN)
     command, environment = [sys.executable, program, method, tmp_path / "c"], zygote.environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     path = f"{tmp_path}/c" + "-child" * (method != "alone")
-    # Printed by two threads, in any order.
+    # Two threads print these lines, in any order.
     reason = "OSError: [Errno 5] the disk is gone"
     assert sorted(line for line in done.stderr.splitlines() if "asynchronous save" in line) == [
         f"fastckpt: the asynchronous save to {path} failed, and its result was never requested: {reason}",
@@ -792,7 +792,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
             fastckpt.background.release_buffers()
             sys.exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-        # The child has not waited for it, or it would wait still.
+        # The child did not wait for the save, or it would still wait.
         assert not pending.done()
         gate.set()
         assert failed.exception()
@@ -852,7 +852,7 @@ def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
 
 @pytest.mark.parametrize("inside", ["result()", "wait_staged()", "time.sleep(0.3)", "None"])
 def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
-    """Whatever the main thread is doing, the handler waits for the saves in flight, without a deadlock."""
+    """Whatever the main thread does, the handler waits for the saves in flight, without a deadlock."""
     run(
         tmp_path,
         f"""
@@ -878,7 +878,7 @@ def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
 
 
 def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
-    """Hundreds of signals in a loop that saves and logs: handlers that drain and save never deadlock."""
+    """A loop that saves and logs gets hundreds of signals: handlers that drain and save never deadlock."""
     run(
         tmp_path,
         """
@@ -1012,7 +1012,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture
 def threadless(monkeypatch):
-    """No thread can be started; ``threadless(happens)`` calls ``happens`` in the middle of a save."""
+    """Makes threads fail to start; ``threadless(happens)`` calls ``happens`` in the middle of a save."""
 
     def start(_):
         raise RuntimeError("can't start new thread")
@@ -1043,7 +1043,7 @@ def test_without_a_thread_the_caller_saves(tmp_path, threadless, caplog, save, o
 
 @BOTH
 def test_a_handler_does_not_wait_for_the_save_that_it_interrupts(tmp_path, threadless, save, options):
-    """A handler runs in the calling thread, where it is called here. Mutant: it waits for that thread."""
+    """A handler runs in the calling thread, so the test calls it there. Mutant: it waits for that thread."""
     threadless(lambda: fastckpt.background.drain(1))
     assert save(numbered(1), tmp_path / "c", **options).done()
     assert which(fastckpt.load(tmp_path / "c")) == 1

@@ -30,7 +30,7 @@ class OnTop:
 
 
 def test_a_step_on_top_of_a_comparison_decides_it():
-    """The result of the inner comparison counts: the outer one sees the changes of the inner step."""
+    """The result of the inner comparison counts: the outer comparison sees the changes of the inner step."""
     tensor = OnTop()
     late = Late(versions_of([("t", tensor)]))
 

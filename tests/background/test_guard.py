@@ -18,7 +18,7 @@ LARGE = limits.of("copied at the call of a lazy save") // 4
 
 
 class Queue(torch.nn.Module):
-    """Like in contrastive learning: forward changes a large buffer through ``data``, which torch does not count."""
+    """As in contrastive learning, forward changes a large buffer through ``data``, which torch does not count."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Queue(torch.nn.Module):
 
 
 def save_and_forward(tmp_path, held_background, model):
-    """The result of a lazy save whose copy began before a forward, and goes on after it."""
+    """Return the result of a lazy save whose copy begins before a forward and continues after it."""
     release, begun = held_background
     release.clear()
     begun.clear()
@@ -76,7 +76,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
     model(torch.randn(5, LARGE))
     pending.result(60)
     assert same(dict(fastckpt.load(tmp_path / "c")), dict(before))
-    # The next save knows the guard, and needs no wait.
+    # The next save copies guarded buffers at the call, and needs no wait.
     release.clear()
     begun.clear()
     pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", io=fastckpt.IO(lazy=True))
@@ -89,7 +89,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_buffers_of_every_kind_are_copied_at_the_call(tmp_path, held_background):
-    """Strided, shared, sparse, quantised and of modules in modules."""
+    """The buffers are strided, shared, sparse, quantised, or belong to nested modules."""
     release, begun = held_background
     model, inner = torch.nn.Linear(LARGE, 2), torch.nn.Module()
     inner.register_buffer("strided", torch.ones(LARGE, 2)[:, 0])

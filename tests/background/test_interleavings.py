@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def matrices_late(monkeypatch):
-    """The matrices below are large enough to be copied late; biases, statistics, steps and rates are not."""
+    """Lowers the limit so that the matrices below are copied late; biases, statistics, steps and rates are not."""
     limits.lower(monkeypatch, "copied at the call of a lazy save", 128)
 
 
@@ -64,7 +64,7 @@ class Gates:
         monkeypatch.setattr(PendingSave, "_hold_step", hold_step)
 
     def pieces(self, wanted):
-        """The wanted tensors in a drawn order, some of them together."""
+        """Return the wanted tensors in a drawn order, some of them together."""
         order = [index for index, byte in enumerate(wanted) if byte]
         self.rng.shuffle(order)
         while order:
@@ -128,7 +128,7 @@ class Training:
 
 
 class InThread(Training):
-    """Another thread steps."""
+    """A training in which another thread steps."""
 
     def step(self):
         thread = threading.Thread(target=self.optimizer.step)
@@ -137,7 +137,7 @@ class InThread(Training):
 
 
 class InBackward(Training):
-    """An optimizer for each parameter, which steps as soon as there is a gradient."""
+    """A training with an optimizer for each parameter, which steps as soon as there is a gradient."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -157,7 +157,7 @@ class InBackward(Training):
 
 
 class Compiled(Training):
-    """The step is compiled before any lazy save."""
+    """A training whose step is compiled before any lazy save."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -187,7 +187,7 @@ class Scaled(Training):
 
 
 class Averaged(Training):
-    """An average of the weights follows each step."""
+    """A training that averages the weights after each step."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -197,7 +197,7 @@ class Averaged(Training):
         super().step()
         with torch.no_grad():
             for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                # Torch does not count this change, but the step before has waited.
+                # Torch does not count this change, but the step before it has waited.
                 mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
 
     def state(self):
@@ -205,7 +205,7 @@ class Averaged(Training):
 
 
 class Adversaries(Training):
-    """Two optimizers, each with half of the saved tensors, which step in turns."""
+    """A training with two optimizers, each with half of the saved tensors, which step in turns."""
 
     def __init__(self, make, **options):
         super().__init__(make, **options)
@@ -227,7 +227,7 @@ class Adversaries(Training):
 
 
 class OfOnesOwn(torch.optim.Optimizer):
-    """Writes through ``data``, which torch does not count."""
+    """An optimizer that writes through ``data``, which torch does not count."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -259,7 +259,7 @@ KINDS = {
 
 
 def train(directory, gates, rng, trainings, turns):
-    """Save at drawn moments, train on during the copy, and compare; the kinds whose values differ, or that failed."""
+    """Save at drawn moments, train on during the copy, and compare; return the kinds that differ or failed."""
     wrong = []
     for turn in range(turns):
         name = rng.choice(list(trainings))
@@ -284,14 +284,14 @@ def train(directory, gates, rng, trainings, turns):
 
 @pytest.fixture
 def memory():
-    """A directory without costs of syncs, because durability is not tested here."""
+    """A directory in which syncs cost nothing, because durability is not tested here."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         yield Path(name)
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """One thread: torch's threads would spin for each other, for tensors of 256 bytes."""
+    """Use one thread: with tensors of 256 bytes, torch's threads would mostly spin for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -310,14 +310,14 @@ def trainings():
 
 @pytest.mark.slow
 def test_what_is_saved_is_what_was_there_at_the_call(memory, monkeypatch, trainings):
-    """No training program here calls ``guard`` or is aware of saves."""
+    """No training program here calls ``guard`` or adapts to saves."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
     assert train(memory, gates, rng, trainings, TURNS) == []
 
 
 def test_without_the_hook_values_differ(memory, monkeypatch, trainings):
-    """Without waits, the test above fails, with every kind of optimizer."""
+    """Without waits, the test above fails with every kind of optimizer."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
     with points.replaced(points.HOLD_STEPS, lambda _: lambda: None):

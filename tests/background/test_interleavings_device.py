@@ -1,7 +1,7 @@
 """Drawn interleavings of lazy saves from devices with training: streams wait, and the values at the call are saved.
 
 The copies of the stand-in wait in their streams until they are released, so only the order on the device keeps a
-requested step from changing tensors that they have not read yet.
+requested step from changing tensors that the copies have not read yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def directory():
-    """A directory without costs of syncs, because durability is not tested here."""
+    """A directory in which syncs cost nothing, because durability is not tested here."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         yield Path(name)
 
@@ -54,7 +54,7 @@ def directory():
 class Training:
     """Parameters on devices, their gradients, and the optimizer of one kind."""
 
-    #: Whether a step makes only changes in place. For anything else the stand-in has to wait on the host.
+    #: Whether a step makes only changes in place. For other changes, the stand-in has to wait on the host.
     in_place = True
 
     def __init__(self, make=torch.optim.SGD, devices=(DEVICE,), **options):
@@ -88,7 +88,7 @@ class Functional(Training):
 
 
 class InThread(Training):
-    """Another thread steps."""
+    """A training in which another thread steps."""
 
     def step(self):
         thread = threading.Thread(target=self.optimizer.step)
@@ -97,7 +97,7 @@ class InThread(Training):
 
 
 class FromStream(Training):
-    """The program saves in a separate stream, which follows the training stream."""
+    """A training that saves in a separate stream, which follows the training stream."""
 
     def __init__(self):
         self.stream = standin.Stream(DEVICE)
@@ -110,7 +110,7 @@ class FromStream(Training):
 
 
 class Averaged(Training):
-    """Each step updates an average, which torch does not count."""
+    """A training whose steps update an average, a change that torch does not count."""
 
     def __init__(self):
         self.average = None
@@ -127,7 +127,7 @@ class Averaged(Training):
 
 
 class Turns(Training):
-    """Two optimizers with disjoint parameters step in turns."""
+    """A training in which two optimizers with disjoint parameters step in turns."""
 
     def __init__(self):
         self.other = Training()
@@ -149,7 +149,7 @@ class Turns(Training):
 
 
 class OfOnesOwn(torch.optim.Optimizer):
-    """Writes through ``data``, which torch does not count."""
+    """An optimizer that writes through ``data``, which torch does not count."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -180,7 +180,7 @@ def synchronize():
 
 
 def values_of(state):
-    """A copy on the host of a state's current values on the device."""
+    """Return a copy on the host of a state's current values on the device."""
     synchronize()
     return _pytree.tree_map(lambda one: standin.on_host(one).clone() if isinstance(one, torch.Tensor) else one, state)
 
@@ -189,7 +189,7 @@ def turn_of(training, path, rng, *, let_go):
     """Save, train on, and return whether the values at the call were saved; ``let_go`` is when copies may begin."""
     expected = values_of(training.state())
     with standin.faults.held() as go:
-        # Not done when the save is called, but the save still comes after it.
+        # This change is not done when the save is called, but the save still comes after it.
         first = training.state()["one" if type(training) is Turns else "parameters"]
         first = first["parameters"][0] if isinstance(first, dict) else first[0]
         first.add_(1)
@@ -221,7 +221,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
         late = ["after the steps"] * 2 if training.in_place else []
         let_go = rng.choice(["some time", "before a step", *late])
         if rng.random() < 0.1:
-            # The next memory is new: it is being pinned while the copies are requested in the background.
+            # The next save gets new memory, which is pinned while its copies are requested in the background.
             fastckpt.background.release_buffers()
         assert turn_of(training, directory / str(number % 3), rng, let_go=let_go), (number, name, let_go)
 
@@ -229,12 +229,12 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
 @pytest.mark.parametrize("without", [points.HOLD_STEPS, points.HOLD_STREAMS], ids=["unhooked", "unheld"])
 @pytest.mark.parametrize("name", KINDS)
 def test_without_the_hook_or_what_it_does_values_differ(directory, monkeypatch, unhook, without, name):
-    """Without waits, the test above fails, with every kind of training."""
+    """Without waits, the test above fails with every kind of training."""
     rng = random.Random(0)
     training = KINDS[name]()
-    # Nothing is copied at the call, which would hold the stream that the steps come after.
+    # Nothing is copied at the call: such a copy would hold the stream that the steps follow.
     limits.lower(monkeypatch, "copied at the call of a lazy save", 0)
-    # The memory is pinned from here on: the copies of a lazy save are requested at the call.
+    # From here on, the memory is pinned, so the copies of a lazy save are requested at the call.
     training.save(directory / "c").result(60)
     unhook()
     with points.replaced(without, lambda _: lambda *_: None):
@@ -258,6 +258,6 @@ def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, 
 
 
 def synchronize_default():
-    """Wait for the training streams of the program, and not for those of copies."""
+    """Wait for the training streams of the program, but not for streams of copies."""
     for device in (DEVICE, OTHER):
         standin.default_stream(device).synchronize()

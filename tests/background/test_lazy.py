@@ -21,7 +21,7 @@ from harness.internals import Job
 from harness.same import same
 
 pytestmark = pytest.mark.usefixtures("alone")
-#: Elements of single precision in a tensor that is just large enough to be copied late.
+#: Float32 elements of a tensor that is just large enough to be copied late.
 SMALL = limits.of("copied at the call of a lazy save")
 LARGE = SMALL // 4
 
@@ -36,7 +36,7 @@ def one_parameter(**options):
     return parameter, torch.optim.SGD([parameter], lr=1.0, **options)
 
 
-# What is copied at the call.
+# Copies at the call.
 
 
 def test_small_tensors_are_copied_at_the_call(tmp_path, held_background):
@@ -96,7 +96,7 @@ def test_forward_changes_no_statistics_under_a_copy(tmp_path, held_background, c
 
 
 def composed():
-    """Tensors whose changes torch does not count, or not all of them, and a change of each."""
+    """Return tensors whose changes torch does not count, or not completely, and a change of each."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     with torch.inference_mode():
@@ -143,7 +143,7 @@ def test_what_torch_does_not_count_is_copied_at_the_call(tmp_path, held_backgrou
     assert all((part - 1).abs().max() < 0.1 for part in parts_of(loaded))
 
 
-# Steps wait.
+# Waits of steps.
 
 
 def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_background, when_waited_for, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_backgr
     assert pending.progress().phase == "writing"
     write.set()
     report = pending.result(60)
-    # Only the wait in step, the one before, and the call count.
+    # Only the wait in the step, the wait before it, and the call count.
     assert 0.3 <= report.stall <= called + waited
     assert report.stall < report.seconds
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
@@ -249,7 +249,7 @@ def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
-    """Dynamo must neither trace it, with guards on values that other threads change, nor recompile for each save."""
+    """Dynamo must not trace the hook, with guards on values that other threads change, nor recompile at each save."""
     torch._dynamo.reset()
     parameter, optimizer = one_parameter()
 
@@ -306,7 +306,7 @@ optimizer.step()
 
 
 def detected(tmp_path, held_background, state, change):
-    """The error of a save during whose copy ``change()`` was called, as text; None if there was none."""
+    """Return the error, as text, of a save during whose copy ``change()`` was called; None without an error."""
     release, begun = held_background
     release.clear()
     begun.clear()
@@ -382,7 +382,7 @@ def test_who_waits_may_change_anything(tmp_path):
 
 
 def test_a_write_through_data_goes_unseen(tmp_path, held_background):
-    """Not a promise: the documentation warns of this."""
+    """This is not a promise: the documentation warns of such writes."""
     w = torch.ones(LARGE)
     assert detected(tmp_path, held_background, {"w": w}, w.data.zero_) is None
     assert (fastckpt.load(tmp_path / "c")["w"] == 0).all()
@@ -410,7 +410,7 @@ def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_backg
 
 
 def test_threads_that_step_and_save_at_random_agree(tmp_path):
-    """Without gates: steps of a fused optimizer in one thread, saves in another, under the lock of the program."""
+    """No gates: a fused optimizer steps in one thread, and another thread saves, under the lock of the program."""
     parameter, optimizer = one_parameter(fused=True)
     parameter.data = torch.zeros(1 << 20)
     parameter.grad = -torch.ones(1 << 20)

@@ -115,7 +115,7 @@ def test_time_of_the_device_is_no_stall(tmp_path):
 
 
 def test_a_step_in_another_stream_waits_for_what_was_copied_at_the_call(tmp_path):
-    """Small tensors hold the stream that was current at the call, and streams of steps, like all other tensors."""
+    """Like all other tensors, small ones hold the stream that was current at the call, and the streams of steps."""
     parameter = torch.nn.Parameter(state_of()["b"])
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
@@ -160,7 +160,7 @@ def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_pa
 
 @pytest.mark.parametrize("pin", [True, "8GB"])
 def test_a_call_waits_for_no_pinning(tmp_path, pin):
-    """Neither for new memory nor for memory that has to be pinned anew because ``pin=`` differs."""
+    """A call waits neither for new memory nor for memory that must be pinned again because ``pin=`` differs."""
     if pin != True:  # noqa: E712 - a string, too
         fastckpt.save_async(state_of(), tmp_path / "c").result(60)
     go_on = threading.Event()

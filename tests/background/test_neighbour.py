@@ -26,7 +26,7 @@ def _clean():
 
 
 def workers(prefix="fastckpt-"):
-    """Thread ids of the core's threads: those that write are numbered."""
+    """Return the niceness of the core's writing threads, by thread id; their names are numbers."""
     found = {}
     for task in TASKS.iterdir():
         try:
@@ -57,7 +57,7 @@ def test_only_the_writing_threads_stand_back(tmp_path, save_async):
                 break
             assert time.monotonic() < deadline, found
             time.sleep(0.01)
-        # Neither the thread that called, nor the one that may hold the GIL.
+        # The calling thread and the thread that may hold the GIL keep their niceness.
         everybody = {int(task.name) for task in TASKS.iterdir()}
         assert len(everybody - set(found)) >= 2
         assert all(os.getpriority(os.PRIO_PROCESS, thread) == before for thread in everybody - set(found))
@@ -87,7 +87,7 @@ def children(children_with_torch):
 
 
 def threads_started(children, directory, **options):
-    """How many threads one asynchronous save starts to copy, to write, and for the rest; they need not overlap."""
+    """Count the threads that an asynchronous save starts to copy, to write, and for the rest; they need not overlap."""
     child = children.start("snapshot_of_floats", path=str(directory / "c"), count=8 << 20, **options)
     child.next()
     with strace.attached(child.pid, directory / "log", "clone,clone3,prctl") as trace:
@@ -106,8 +106,8 @@ def threads_started(children, directory, **options):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_threads_are_a_budget(children, tmp_path, lazy, strided):
-    # The others are Python's, which waits for the rest, and those that hanging calls would keep: that of the check at
-    # the call, and that of the save.
+    # The others are the Python thread, which waits for the rest, and two threads that a hanging call would keep: one
+    # for the check at the call, and one for the save.
     assert threads_started(children, tmp_path, threads=1, lazy=lazy, strided=strided) == {
         "copy": 1,
         "write": 1,
@@ -124,11 +124,11 @@ def test_threads_beyond_a_budget_are_noticed(children, tmp_path):
 
 
 def held(name, action):
-    """The longest time in seconds for which the thread ``name`` kept others from running Python during ``action``.
+    """Return the longest time in seconds that the thread ``name`` kept others from running Python during ``action``.
 
-    The interval at which threads ask for the GIL is set to minutes: so the one that ticks runs only when it is released
-    voluntarily. A gap counts as far as that thread was on a CPU in it, minus the time that the ticking thread waited
-    for a CPU: on a busy machine most gaps are the scheduler's.
+    The switch interval of the GIL is set to minutes, so the ticking thread runs only when the GIL is released
+    voluntarily. A gap counts as far as the thread ``name`` was on a CPU in it, minus the time that the ticking thread
+    waited for a CPU: on a busy machine, the scheduler causes most gaps.
     """
     longest = [0.0]
     stop = threading.Event()
@@ -173,7 +173,7 @@ def held(name, action):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
-    """With 100,000 tensors each walk over them takes tens of milliseconds: there is none in the background."""
+    """With 100,000 tensors, each walk over them takes tens of milliseconds: no walk happens in the background."""
     import torch
 
     count = 100_000
@@ -186,7 +186,7 @@ def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
     best = 1.0
     for _ in range(5):
         best = min(best, held("fastckpt-save", save))
-    # It is below 1 ms, and a little above on a busy machine.
+    # The time is below 1 ms, and a little above on a busy machine.
     assert best < 0.005, best
 
 

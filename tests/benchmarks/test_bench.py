@@ -1,4 +1,4 @@
-"""The results of the benchmarks' samples: medians, ratios, bars, tables, pictures. Nothing here is timed."""
+"""The results that benchmarks compute from samples: medians, ratios, bars, tables, plots. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sample(seconds, **others):
 
 
 def outcome(**contenders):
-    """An outcome of one sample an operation, given as seconds."""
+    """Return an outcome with one sample per operation, given in seconds."""
     samples = {
         name.replace("_", ":"): {operation: [sample(seconds)] for operation, seconds in operations.items()}
         for name, operations in contenders.items()
@@ -102,7 +102,7 @@ def test_the_best_peer_is_neither_the_device_nor_ourselves():
 
 
 def everything(ours, peer):
-    """Results of a run with all that the bars want: seconds of ours and of the best peer."""
+    """Return results of a run with all figures of the bars, from the seconds of fastckpt and of the best peer."""
     every = {"save": ours, "load": ours, "into": ours, "hot": ours}
     results = summary.summarise_all(
         outcome(
@@ -135,7 +135,7 @@ def test_all_bars_of_a_disk():
 
 def test_hot_loads_are_held_against_those_that_do_the_same():
     results = everything(1.0, 2.0)
-    # One that maps is ten times as fast as any that copies.
+    # A contender that maps is ten times as fast as one that copies.
     results["safetensors"]["hot"]["gigabytes_per_second"] *= 2.5
     copied, mapped = bars.hot_bars(results)
     assert (mapped.met, copied.met) == (False, True)
@@ -143,7 +143,7 @@ def test_hot_loads_are_held_against_those_that_do_the_same():
     assert copied.what == "hot: times the best peer (that copy; torch)"
     del results["fastckpt:mmap-only"]
     assert bars.hot_bars(results)[1].measured is None
-    # Without a peer that maps there is no comparison.
+    # Without a peer that maps, the mapped load is not compared.
     del results["safetensors"]
     assert len(bars.hot_bars(results)) == 1
 
@@ -182,7 +182,7 @@ def test_accounts_of_a_call():
     taken, result = measure.measure(lambda: np.ones(50_000_000, np.uint8), lambda array: array.nbytes)
     assert result.nbytes == 50_000_000
     assert taken.seconds > 0
-    # Ten huge pages at least, however the machine treats huge pages.
+    # The faults are at least ten, however the machine treats huge pages.
     assert taken.minor >= 10
     assert taken.extra is None or taken.extra < 25_000_000
     _, kept = measure.measure(lambda: None)
@@ -268,7 +268,7 @@ def test_states_are_the_same_each_time_and_of_their_size(kind):
     assert states.differences(state, blank) is None
     states.touch(blank, write=True)
     assert states.differences(state, blank) is None
-    # Half of random bits are set: everything is filled.
+    # If half of the bits are set, all bytes are filled with random bits.
     largest = max((states.as_bytes(leaf) for _, leaf in states.leaves(state) if hasattr(leaf, "nbytes")), key=len)
     assert 0.49 < np.unpackbits(largest).mean() < 0.51
 

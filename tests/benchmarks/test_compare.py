@@ -1,4 +1,4 @@
-"""The benchmarks run: small, once, as their documentation says; each contender that is missing is named."""
+"""The benchmarks run once, with small sizes, as documented, and name each missing contender."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _torch():
 
 @pytest.fixture
 def script(children_with_torch, tmp_path):
-    """Run a script once, in ``tmp_path``; return its document and what it printed. Nothing else may be left there.
+    """Run a script once, in ``tmp_path``; return its JSON document and its output. No other files may be left there.
 
-    ``spawns``: in an interpreter of its own, and each contender in one, as a user does; it takes seconds to import
-    torch. ``children``: what it is forked from where it imports more.
+    ``spawns``: run the script and each contender in new interpreters, as users do; the import of torch takes seconds
+    there. ``children``: the process to fork from, for scripts with more imports.
     """
 
     def go(name, *options, spawns=False, children=children_with_torch):
@@ -79,7 +79,7 @@ def test_another_build_takes_part(script, tmp_path_factory, options):
     small = (
         ("--size", "0.01", "--threads", "1")
         if options[0] == "scale.py"
-        # Without torch, which each contender would import.
+        # This runs without torch, which each contender would import.
         else ("--workload", "numpy", "--operations", "save")
     )
     document, printed = script(*options, *small, "--peers", "", "--against", there, spawns=True)
@@ -118,7 +118,7 @@ def test_compare_checks_small_states_and_counts_system_calls(tmp_path):
     done = subprocess.run(
         [*command, "--dir", tmp_path, "--json", out], capture_output=True, text=True, timeout=240, check=False
     )
-    # Without safetensors the bars are not measured, and so not met.
+    # Without safetensors, the bars are not measured, and so they are not met.
     assert done.returncode == 1, done.stderr
     assert "not measured" in done.stderr
     document = json.loads(out.read_text())
@@ -168,7 +168,7 @@ def test_unchanged_writes_what_has_changed(script):
 def test_doors_stand_beside_their_frameworks(script, libraries):
     if importlib.util.find_spec("torchtitan") is None:
         needs.missing("torchtitan (scripts/setup)")
-    # Ray Train starts a cluster, which takes longer than all of these.
+    # Ray Train is left out: it starts a cluster, which takes longer than all of these.
     names = [
         "transformers' Trainer",
         "accelerate",
@@ -178,7 +178,7 @@ def test_doors_stand_beside_their_frameworks(script, libraries):
         "DeepSpeed",
     ]
     wanted = [word for name in names for word in ("--framework", name)]
-    # Their imports are most of its time.
+    # The imports take most of the time of the script.
     document, printed = script("doors.py", "--size", "0.04", "--markdown", *wanted, children=libraries.zygote)
     assert all(seconds > 0 for (sample,) in document.values() for seconds in sample.values())
     assert printed.count("| with fastckpt | ") == len(document) / 2 == 6
@@ -191,7 +191,7 @@ def test_a_loop_device_is_gone_when_the_run_is_terminated(tmp_path):
     needs.tool("mkfs.ext4", "e2fsprogs")
     mounts = Path("/proc/self/mounts")
     options = ["--loop", "0.2", "--size", "0.02", "--rounds", "1000", "--peers", "", "--operations", "save"]
-    # Without torch, which takes seconds to import.
+    # This runs without torch, which takes seconds to import.
     command = [sys.executable, BENCHMARKS / "compare.py", *options, "--workload", "numpy"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
@@ -202,7 +202,7 @@ def test_a_loop_device_is_gone_when_the_run_is_terminated(tmp_path):
                 ours = [line[1] for line in lines if "/fastckpt-loop-" in line[1]]
                 point = ours[0] if ours else ""
                 time.sleep(0.05)
-            # It is in the middle of a round when this arrives.
+            # The script is in the middle of a round when it prints this line.
             line = running.stderr.readline()
             assert "round 1 of 1000" in line, line
             running.send_signal(signal.SIGTERM)

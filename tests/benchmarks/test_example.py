@@ -1,4 +1,4 @@
-"""The example, killed and resumed, against an uninterrupted run: the same losses, to the bit."""
+"""A killed and resumed run of the example has the same losses as an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(children: zygote.Zygote, out: Path, *more: str) -> str:
     return done.stdout
 
 
-# The program kills itself: where the machine is busy, another process might come after its end.
+# The program kills itself: on a busy machine, a kill by another process might come after its end.
 KILLED = """
 import os, runpy, signal, sys, threading, time
 from pathlib import Path
@@ -70,7 +70,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run_and_kill(children: zygote.Zygote, out: Path, delay: float, *more: str) -> None:
-    """Run from wherever ``out`` stands; SIGKILL ``delay`` seconds after the next checkpoint appears."""
+    """Resume the run in ``out``; send SIGKILL ``delay`` seconds after the next checkpoint appears."""
     _, *arguments = command(out, "--resume", *more)
     script = out.with_name("killed.py")
     script.write_text(KILLED)
@@ -80,7 +80,7 @@ def run_and_kill(children: zygote.Zygote, out: Path, delay: float, *more: str) -
 
 @pytest.fixture(scope="module")
 def whole(children_with_torch: zygote.Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run, with synchronous saves: an asynchronous one must compute the same."""
+    """Return an undisturbed run with synchronous saves; a run with asynchronous saves must compute the same."""
     out = tmp_path_factory.mktemp("undisturbed") / "whole"
     run(children_with_torch, out)
     return out
@@ -96,7 +96,7 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
     assert all(float.fromhex(loss) > 0 for _, loss in expected)
 
-    # Long enough to reach into the steps and the save that follow, short enough not to reach the end.
+    # The delays reach into the steps and the save that follow, but not to the end of the run.
     delays = [random.uniform(0, 0.15) for _ in range(2)]
     print(f"killing {delays} seconds after a checkpoint")
     for delay in delays:
@@ -106,7 +106,7 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
 
     found = losses(killed)
     assert set(found) == set(expected)
-    # Only the steps after the resumed checkpoint are computed again.
+    # Only steps after the resumed checkpoint are computed again.
     assert found[-1][0] == STEPS
     assert len(found) < 2 * STEPS
 

@@ -1,4 +1,4 @@
-"""scripts/gpu survives its parts, and lists those that ran; benchmarks/gpu.py runs where there is no GPU."""
+"""scripts/gpu survives failures of its parts, and lists the parts that ran; benchmarks/gpu.py runs without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BENCHMARK = ROOT / "benchmarks" / "gpu.py"
 
 @pytest.fixture(scope="module")
 def gpu():
-    """The script as a module."""
+    """Return the script as a module."""
     loader = importlib.machinery.SourceFileLoader("gpu_command", str(SCRIPT))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_command", loader))
     sys.modules["gpu_command"] = module
@@ -47,7 +47,7 @@ def gpu():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The installed package, as a wheel."""
+    """Return the installed package as a wheel."""
     place = Path(fastckpt.__file__).parent
     file = tmp_path_factory.mktemp("wheel") / f"fastckpt_io-0.0.0-cp310-abi3-linux_{platform.machine()}.whl"
     with zipfile.ZipFile(file, "w") as archive:
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A checkout with the script and the benchmarks, whose device tests each test writes itself."""
+    """A checkout with the script and the benchmarks, into which each test writes its own device tests."""
     for name in ("scripts", "tests/device"):
         (tmp_path / "checkout" / name).mkdir(parents=True)
     shutil.copy(SCRIPT, tmp_path / "checkout" / "scripts")
@@ -68,7 +68,7 @@ def tree(tmp_path):
 
 
 def run(tree, *arguments, **more):
-    """Run the script of a checkout without a GPU; its exit status, its output and its two reports."""
+    """Run the script of a checkout without a GPU; return its exit status, its output and its two reports."""
     out = tree / "out"
     command = [sys.executable, tree / "scripts" / "gpu", out, *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -129,7 +129,7 @@ def with_benchmarks(gpu, monkeypatch, tree, **benchmarks):
 
 def test_tests_and_benchmarks_run_and_are_in_the_reports(gpu, monkeypatch, tree, wheel):
     with_benchmarks(gpu, monkeypatch, tree, link=(60, None, 0.01))
-    # In /dev/shm itself another test may be at work.
+    # Another test may use /dev/shm itself.
     memory = Path(tempfile.mkdtemp(dir=gpu.MEMORY))
     monkeypatch.setattr(gpu, "MEMORY", memory)
     (tree / "tests" / "device" / "test_one.py").write_text(SUITE)
@@ -145,11 +145,11 @@ def test_tests_and_benchmarks_run_and_are_in_the_reports(gpu, monkeypatch, tree,
     assert "- test_elsewhere: only there" in text
     assert "| h2d, pageable |" in text
     assert not litter(out)
-    memory.rmdir()  # which is empty
+    memory.rmdir()  # it must be empty
 
 
 def test_a_benchmark_that_breaks_off_keeps_what_it_had_found(gpu, monkeypatch, tree, wheel):
-    """It is killed after it has written its figures, and the next one still runs."""
+    """The benchmark is killed after it wrote its figures; its figures stay, and the next benchmark runs."""
     (tree / "benchmarks").unlink()
     (tree / "benchmarks").mkdir()
     (tree / "benchmarks" / "gpu.py").write_text(
@@ -172,7 +172,7 @@ def test_a_benchmark_that_breaks_off_keeps_what_it_had_found(gpu, monkeypatch, t
     for words in ("disk table", "tmpfs table", "last words of disk", "| disk | 1 | at least 2 | missed |"):
         assert words in text
     assert "last words of tmpfs" not in text
-    # Only a quick run passes with a missed bar, and no run with a failure.
+    # Only a quick run passes with a missed bar; no run passes with a failure.
     part = gpu.Part("benchmark", status="passed", result={"bars": [{"status": "missed"}]})
     tests = gpu.Part("tests: one", status="passed")
     assert (gpu.verdict([part, tests], quick=False), gpu.verdict([part, tests], quick=True)) == (1, 0)
@@ -196,7 +196,7 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
         assert time.monotonic() < deadline
         assert script.poll() is None
         time.sleep(0.05)
-    # A script that is killed now has reported the parts that ended.
+    # Even if the script were killed now, it has reported the parts that ended.
     early = json.loads((out / "report.json").read_text())
     assert [(part["name"], part["status"]) for part in early["parts"]] == [("machine", "passed"), ("wheel", "passed")]
     script.terminate()
@@ -209,7 +209,7 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
 
 
 def test_the_size_of_a_state_follows_the_room(gpu, monkeypatch, tmp_path):
-    """A part that measures the memory's file system shrinks; one that only writes somewhere uses the disk."""
+    """A part that measures tmpfs shrinks its state; a part that may write anywhere uses the disk."""
     places = {"memory": tmp_path / "memory", "disk": tmp_path / "disk"}
     rooms = {places["memory"]: 0.5, places["disk"]: 8.0}
     monkeypatch.setattr(gpu, "room", lambda place, _: rooms[place])
@@ -262,7 +262,7 @@ def test_the_tests_that_take_longest_come_last(gpu, monkeypatch, tmp_path):
 
 
 def alive(pid):
-    """Whether the process runs; one that is dead and unburied does not."""
+    """Whether the process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -298,7 +298,7 @@ def test_a_part_that_fails_says_how_and_with_what_words(gpu):
 
 
 def test_a_part_that_hangs_is_ended_with_its_children_at_its_deadline(gpu, tmp_path):
-    """Both ignore SIGTERM."""
+    """The part and its child both ignore SIGTERM."""
     child = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
@@ -317,7 +317,7 @@ def test_a_part_that_hangs_is_ended_with_its_children_at_its_deadline(gpu, tmp_p
     assert (part.status, part.reason) == ("failed", "ended at its deadline, after 8 s")
     assert part.output == "hanging\n"
     pid = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 30  # the kernel buries it when it comes to it
+    deadline = time.monotonic() + 30  # the kernel reaps the child some time later
     while alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -424,7 +424,7 @@ def test_the_newest_wheel_that_fits_is_taken(gpu, monkeypatch, tmp_path):
 
 @pytest.fixture
 def benchmark(children_with_torch, tmp_path):
-    """Run a part, forked as its contenders are; its result."""
+    """Run a part, forked as its contenders are; return its result."""
 
     def go(part, *arguments):
         file = tmp_path / "result.json"
@@ -461,7 +461,7 @@ def test_a_training_loop_tells_what_saves_take_from_it(benchmark):
     for mode in ("plain", "lazy"):
         assert found["modes"][mode]["call"] > 0
         assert found["modes"][mode]["durable"] > 0
-    # Between the two hooks lies fastckpt's own.
+    # The hook of fastckpt runs between the two hooks.
     assert found["modes"]["lazy"]["held"] > 0
     assert found["beside"]["steps"] >= 2
     assert [bar["status"] for bar in found["bars"]] == ["not run: measured on cpu, not on a GPU"] * 2
@@ -485,7 +485,7 @@ def test_counts_are_taken_with_the_stand_in(benchmark):
 
 
 def rounds(**rates):
-    """An outcome: by contender, GB/s in each round."""
+    """Return an outcome with these GB/s in each round, by contender."""
     samples = {
         name: {
             way: [Sample(bytes=10**9, seconds=1 / rate, user=0, system=0) for rate in each] for way in ("save", "load")

@@ -1,4 +1,4 @@
-"""``benchmarks/nodes.py`` measures its situations: nothing here is timed."""
+"""``benchmarks/nodes.py`` measures its situations; no test here depends on a time."""
 
 from __future__ import annotations
 

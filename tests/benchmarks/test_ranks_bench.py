@@ -1,4 +1,4 @@
-"""The benchmark of several ranks runs: small, once, as its documentation says."""
+"""The benchmark of several ranks runs once, with small sizes, as documented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
 
 
 def run(tmp_path, *options, children=None):
-    """Run it; ``children`` fork it and its ranks, where these need not start as a user's do."""
+    """Run the benchmark; ``children``, if passed, forks it and its ranks, which users would start anew."""
     out = tmp_path / "out.json"
     command = [SCRIPT, "--rounds", "1", "--dir", tmp_path, "--json", out, *options]
     if children is None:
@@ -42,10 +42,10 @@ def test_ranks_measures_everybody_and_checks_its_bars(children_with_torch, tmp_p
     assert "fsdp save dcp_hf" in results
     assert results["many plan dcp"]["coordination_seconds"] > 0
     assert results["many save fastckpt"]["coordination_seconds"] > 0
-    # Direct and buffered writes are both counted: everything is written once.
+    # Direct and buffered writes both count: everything is written once.
     assert 0.9 < results["fsdp save fastckpt"]["written_per_byte"] < 1.5
     assert results["fsdp save dcp_hf"]["written_per_byte"] > 1.9
-    # So small a state may miss any bar; each is measured, with a status.
+    # A state this small may miss any bar, but each bar is measured and has a status.
     assert len(document["bars"]) == 8
     assert all(bar["measured"] is not None for bar in document["bars"])
     assert done.returncode == int(not all(bar["met"] for bar in document["bars"]))
@@ -56,7 +56,7 @@ def test_ranks_measures_everybody_and_checks_its_bars(children_with_torch, tmp_p
 @pytest.mark.slow
 def test_ranks_names_the_rank_that_fails(tmp_path):
     needs.tool("fio", "fio")
-    # In an interpreter, and each rank in one.
+    # The script and each rank run in new interpreters.
     done, _ = run(tmp_path, "--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
     assert done.returncode != 0
     assert "nobody" in done.stderr
@@ -82,22 +82,22 @@ def test_the_layout_of_many_ranks_is_planned(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text(encoding="ascii"))
     points, bars = found["points"], found["bars"]
-    # But for the seconds, none depends on the machine.
+    # Except for the seconds, no bar depends on the machine.
     assert all(bar["met"] for bar in bars if "CPU" not in bar["what"]), bars
     assert {bar["what"].partition(",")[0] for bar in bars} == {"FSDP2"}
     teams, load, alone, parts, own = points
     assert [point["what"] for point in points] == ["save", "load", "save", "load", "either"]
     assert (teams["team"], alone["team"]) == (4, 1)
-    # In place each rank writes a short piece of each tensor into each file.
+    # In place, each rank writes a short piece of each tensor into each file.
     assert alone["run_bytes"] < 1 << 20 < 4 << 20 <= teams["run_bytes"]
     assert teams["files_max"] <= 216 / 4 + 3 < alone["files"] <= alone["files_max"] == 216
     assert 0.75 < teams["travels"] <= 1 > alone["travels"]
     assert teams["busiest"] <= 1.15
-    # Grains have one writer in teams, and several in place.
+    # With teams, a grain has one writer; in place, several.
     assert alone["whole"] < 0.1 < 0.99 <= teams["whole"]
     assert (own["runs"], own["opens"], own["travels"]) == (1, 512, 0)
     for point in (teams, load):
         assert point["peers_p95"] <= 3 * 4 + 128
         assert point["peers_max"] <= 400 + 512 / 4
-    # Without teams, as many ranks as there are have pieces of a norm.
+    # Without teams, all ranks have pieces of a norm.
     assert parts["peers_max"] == 511

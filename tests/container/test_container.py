@@ -1,6 +1,6 @@
 """The wheel in the container where training runs: Ubuntu 22.04 with CPython 3.10 and no compiler, a read-only root, no
 network, an ordinary user, io_uring refused by seccomp, 64 KiB of locked memory, a /dev/shm of 64 MiB, 1 GiB of memory
-and 1.5 CPUs. ``scripts/container oldest`` runs the same in the oldest system that the wheel's tag promises.
+and 1.5 CPUs. ``scripts/container oldest`` runs the same tests in the oldest system that the wheel's tag supports.
 """
 
 # ruff: noqa: PTH208 - names as the directory has them
@@ -25,13 +25,13 @@ from harness import container, needs, roots, seccomp
 TOP = Path(__file__).resolve().parents[2]
 PROFILE = TOP / "docs" / "seccomp.json"
 ROOT = os.environ.get("FASTCKPT_TEST_ROOT", "jammy")
-#: The C library of a root.
+#: The version of the C library of each root file system.
 GLIBC = {"jammy": "2.35", "oldest": "2.27"}
 MB = 10**6
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
-# Saves a state that a slow storage would take days for, and says when the first of it lies there.
+# Saves a state that would take days on a slow storage, and reports when the first file exists.
 ENDLESS = """
 import os, sys, threading, time
 import numpy as np, fastckpt
@@ -76,7 +76,7 @@ def root():
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """What pip downloads on a machine with a network for one without."""
+    """The wheels that pip downloads on a machine with a network for a machine without one."""
     built = TOP / "target" / "wheels"
     ours = [*built.glob("fastckpt_io-*-manylinux*_x86_64.whl"), *built.glob("fastckpt_top-*.whl")]
     if len(ours) != 2:
@@ -88,7 +88,7 @@ def wheels(tmp_path_factory):
     command += ["--only-binary=:all:", "--python-version=3.10", "--implementation=cp"]
     command += [f"--abi={abi}" for abi in ("cp310", "abi3", "none")]
     command += [f"--platform={tag}" for tag in (*tags, "manylinux2014_x86_64")]
-    # The files themselves: an index may have others of the same name.
+    # The command names the files, because an index may have other files of the same name.
     command += [f"--dest={into}", *map(str, ours)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place():
-    """A directory on the disk whose parents every user may pass."""
+    """A directory on the disk that every user can reach."""
     with tempfile.TemporaryDirectory(prefix="fastckpt-pods-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -108,7 +108,7 @@ def place():
 
 @pytest.fixture(scope="module")
 def installed(root, wheels, place):
-    """The home directory after pip, and what pip said."""
+    """The home directory after pip, and the result of pip."""
     home = place / "home"
     home.mkdir()
     with container.running(container.Spec(root=root, upper=home, volumes={"/wheels": wheels})) as made:
@@ -119,7 +119,7 @@ def installed(root, wheels, place):
 
 @pytest.fixture(scope="module")
 def volume(place):
-    """The checkpoints' volume, one for all pods."""
+    """The volume of checkpoints, which all pods share."""
     return owned(place / "checkpoints")
 
 
@@ -131,7 +131,7 @@ def owned(directory, user=container.USER):
 
 @pytest.fixture(scope="module")
 def spec(root, installed, volume):
-    """What a pod of the job is made of; further words change it."""
+    """A function that makes the specification of a pod; keyword arguments change it."""
     home, said = installed
     assert said.returncode == 0, said.stderr
 
@@ -143,14 +143,14 @@ def spec(root, installed, volume):
 
 @pytest.fixture(scope="module")
 def pod(spec):
-    """The usual pod, which outlives a test."""
+    """The usual pod, which several tests share."""
     with container.running(spec()) as running:
         yield running
 
 
 @contextlib.contextmanager
 def writing(running, path, size=64 * MB, **how):
-    """A save that stands in the middle while the block runs."""
+    """Keep a save in progress while the block runs."""
     child = running.start("python3", "-c", ENDLESS, path, str(size), **how)
     said = child.stdout.readline()
     assert said == "writing\n", child.communicate()
@@ -158,12 +158,12 @@ def writing(running, path, size=64 * MB, **how):
 
 
 def litter(volume, name):
-    """What saves to ``name`` have left: other tests use the same volume."""
+    """Return the leftovers of saves to ``name``: other tests use the same volume."""
     return sorted(entry for entry in os.listdir(volume) if entry.startswith(f".{name}."))
 
 
 def diagnosed(running, directory, *options, **how):
-    """What ``fastckpt doctor`` says: status, document, codes."""
+    """Return the result of ``fastckpt doctor``: status, document, findings by code."""
     done = running.exec("fastckpt", "doctor", directory, "--json", *options, **how)
     assert done.returncode in (0, 1, 2), done.stderr
     document = json.loads(done.stdout)
@@ -171,7 +171,7 @@ def diagnosed(running, directory, *options, **how):
 
 
 def seen(*arguments, env=None):
-    """Path and life of the operations that ``fastckpt-top`` on the host sees."""
+    """Return the paths of the operations that ``fastckpt-top`` sees on the host, and whether each is alive."""
     command = [sys.executable, "-m", "fastckpt_top", "--once", "--json", "--interval", "0.2", *arguments]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FASTCKPT")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**plain, **(env or {})})
@@ -220,7 +220,7 @@ def test_a_save_falls_back_and_says_so(pod):
     done = pod.exec("python3", "-c", SAVE, "/checkpoints/falls-back", str(64 * MB))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    # Threads that wait for a device: their number does not follow the quota.
+    # The threads mostly wait for the device, so their number does not follow the quota.
     assert (told["engine"], told["threads"]) == ("threads", 12)
     assert "io_uring" in told["fallback"]
     assert "EPERM" in told["fallback"] or "not permitted" in told["fallback"], told["fallback"]
@@ -231,12 +231,12 @@ def test_a_save_falls_back_and_says_so(pod):
 
 
 def test_large_states_and_several_ranks_stay_within_the_limits(spec):
-    """400 MB in one process, then 100 MB in each of four at once, below a limit of 1 GiB that counts the page cache."""
+    """One process saves 400 MB, then four save 100 MB each, within a limit of 1 GiB that counts the page cache."""
     with container.running(spec()) as running:
         done = running.exec("python3", "-c", SAVE, "/checkpoints/large", str(400 * MB), seconds=280)
         assert done.returncode == 0, f"exit {done.returncode}, {running.groups.killed} killed: {done.stderr}"
         told = json.loads(done.stdout)
-        # The state, the staging memory of a save (96 MiB), and the interpreter.
+        # The peak has the state, the staging memory of a save (96 MiB), and the interpreter.
         assert told["peak"] < 400 * MB + (96 << 20) + 120 * MB, told
         ranks = [
             running.start(
@@ -265,7 +265,7 @@ def test_a_full_dev_shm_stops_no_save(pod):
         assert "medium: Memory" in found["no-counters"]["remedies"]["kubernetes"]
         assert "--shm-size" in found["no-counters"]["remedies"]["docker"]
         assert document["facts"]["counters"]["free_bytes"] < document["facts"]["counters"]["needed_bytes"]
-        assert status == 1  # the filter; the counters are a note
+        assert status == 1  # because of the filter; the counters are only a note
     finally:
         pod.python("import os; os.unlink('/dev/shm/full')")
     assert "no-counters" not in diagnosed(pod, "/checkpoints", "--no-probe")[2]
@@ -282,7 +282,7 @@ def test_a_save_that_the_kernel_kills_for_memory_leaves_the_old_checkpoint(spec,
         assert len(litter(volume, "step")) == 1
         assert running.python("import fastckpt; print(fastckpt.load('/checkpoints/step')['step'])") == "7\n"
         assert running.exec("fastckpt", "verify", "/checkpoints/step").returncode == 0
-        # The next save sweeps.
+        # The next save sweeps the leftovers.
         running.python(SAVE, "/checkpoints/step", str(8 * MB))
     assert litter(volume, "step") == []
 
@@ -339,7 +339,7 @@ def test_the_doctor_names_what_cannot_be_written(spec, volume):
         status, _, found = diagnosed(running, "/scratch")
         assert (status, found["read-only"]["level"]) == (2, "error")
         assert "readOnly" in found["read-only"]["remedies"]["kubernetes"]
-        # The root itself: both read-only and somebody else's.
+        # The root file system is read-only and belongs to another user.
         status, _, found = diagnosed(running, "/usr")
         assert status == 2
         assert {"read-only", "not-writable"} & set(found)
@@ -355,8 +355,8 @@ def test_the_doctor_names_what_cannot_be_written(spec, volume):
 
 
 def test_the_monitor_outside_sees_the_job_inside(spec, place):
-    """As docs/telemetry.md, 10 says: as root through /proc, by a shared directory, or by one bound to /dev/shm."""
-    # A volume of Kubernetes belongs to root; the job makes a directory of its own in it.
+    """As in docs/telemetry.md, 10: as root through /proc, by a shared directory, or by one bound to /dev/shm."""
+    # A volume of Kubernetes belongs to root; the job makes its own directory there.
     shared, bound = owned(place / "telemetry", 0), owned(place / "bound")
     shared.chmod(0o777)
     bound.chmod(0o700)
@@ -369,7 +369,7 @@ def test_the_monitor_outside_sees_the_job_inside(spec, place):
         everyone = seen("--all-users")
         assert ("/checkpoints/bound", True) in everyone
         assert ("/checkpoints/named", True) not in everyone
-        # A sidecar: another container with the shared directory. Only the same user may read there.
+        # A sidecar is another container with the shared directory. Only the same user may read there.
         look = ("fastckpt-top", "--once", "--json", "--interval", "0.2")
         where = {"FASTCKPT_TOP_DIR": "/telemetry/job"}
         with container.running(spec({"/telemetry": shared}, host="sidecar")) as sidecar:
@@ -381,10 +381,10 @@ def test_the_monitor_outside_sees_the_job_inside(spec, place):
             assert "ermission denied" in done.stdout + done.stderr, done
         assert named.poll() is None
         running.kill()
-        # Once dead it is shown as dead, though another PID namespace may have the number.
+        # A dead process is shown as dead, although its PID may exist in another PID namespace.
         assert seen(env={"FASTCKPT_TOP_DIR": str(shared / "job")}) == [("/checkpoints/named", False)]
     with container.running(spec(host="pod-1")) as running, writing(running, "/checkpoints/hidden"):
-        # Nothing is shared: root finds it through /proc.
+        # Nothing is shared, but root finds the operation through /proc.
         assert ("/checkpoints/hidden", True) in seen("--all-users")
 
 
@@ -392,7 +392,7 @@ def test_the_monitor_outside_sees_the_job_inside(spec, place):
 
 
 def test_the_next_pod_sweeps_what_a_killed_one_left(spec, volume):
-    """Other host names, other PID namespaces, the same node: what is dead goes, what lives stays."""
+    """Pods on a node have different host names and PID namespaces: dead saves are swept, live saves stay."""
     with contextlib.ExitStack() as pods:
         first = pods.enter_context(container.running(spec(host="job-aaaa")))
         first.python(SAVE, "/checkpoints/swept", "1000000")
@@ -433,11 +433,11 @@ print(json.dumps([answer(272, NEWUSER), answer(56, NEWUSER | 17, 0, 0, 0, 0), an
 
 
 def test_the_profile_allows_a_ring_and_no_more(spec):
-    """docs/seccomp.json, with 64 KiB of locked memory: a ring, and the refusals of containers' defaults."""
+    """With docs/seccomp.json and 64 KiB of locked memory, io_uring works, and the usual refusals of containers stay."""
     with container.running(spec(seccomp=seccomp.profile(PROFILE))) as running:
         told = json.loads(running.python(SAVE, "/checkpoints/ring", str(64 * MB)))
         assert (told["engine"], told["fallback"]) == ("uring", None)
-        # As many threads as cores of the quota, whose fraction is one.
+        # There are as many threads as cores in the quota, where a fraction counts as a core.
         assert told["threads"] == min(2, os.cpu_count())
         status, document, found = diagnosed(running, "/checkpoints")
         assert document["engine"] == "uring"
@@ -448,13 +448,13 @@ def test_the_profile_allows_a_ring_and_no_more(spec):
         refused = json.loads(running.python(REFUSED))
         eperm, enosys = errno.EPERM, errno.ENOSYS
         assert refused == [eperm, enosys, eperm, eperm, eperm, eperm, eperm, enosys, enosys]
-    # Without the filter most of these get through to the kernel, or to what the user may do.
+    # Without the filter, most of these calls reach the kernel, and only the user's rights limit them.
     with container.running(spec(seccomp=b"")) as running:
         assert json.loads(running.python(REFUSED)) != refused
 
 
 def test_torch_works_under_the_profile(tmp_path):
-    """On this machine's own Python: an image with torch is too large for a test."""
+    """The test uses the Python of this machine: an image with torch is too large for a test."""
     program = (
         "import sys, numpy, torch, fastckpt, subprocess\n"
         "state = {'w': torch.arange(4_000_000.0), 'n': numpy.ones(3)}\n"
@@ -492,7 +492,7 @@ def test_the_page_names_tests_that_exist():
     named = set(re.findall(r"`(test_\w+)`", page))
     assert named
     assert [name for name in sorted(named) if f"def {name}(" not in here] == []
-    # Whatever is advised says whether it was tried.
+    # Each row of advice has whether it was tried.
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| advice", "| ---"))]
     assert rows
     assert [row for row in rows if "`test_" not in row and "not tested" not in row] == []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
 FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
-#: Two shards of the model, one beside it, an index and a config.json.
+#: These make two shards of the model, one shard beside it, an index and a config.json.
 NUMBERS = 150_000
 
 
@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Callable[[str, float], str]:
 
 
 def value_at(place: str) -> float:
-    """The number of the checkpoint at a place, every byte of which is right."""
+    """Return the number of the checkpoint at a place, after a check of every byte."""
     report = fastckpt.verify(place)
     assert report.ok, str(report)
     state = fastckpt.load(place)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def copy_held(channel: Channel, *, source: str, target: str) -> int:
     """Report, wait for the command, then copy, so that a tracer sees only the copy.
 
-    One thread brings one file after another, so that each call has its number.
+    One thread copies one file after another, so that the order of system calls is fixed.
     """
     limits.put("threads of a copy", 1)
     channel.send({"report": "ready"})

@@ -23,7 +23,7 @@ def test_a_copy_is_the_same_byte_for_byte(saved, tmp_path):
     assert all(Path(target, file).read_bytes() == Path(source, file).read_bytes() for file in FILES)
     assert value_at(target) == 1
     assert names(tmp_path / "new" / "archive") == ["b"]
-    # A separate copy: damage to the bytes of one does not affect the other.
+    # The copy is separate: damage to one does not affect the other.
     assert all(Path(target, file).stat().st_nlink == 1 for file in FILES)
     total = sum(Path(source, file).stat().st_size for file in FILES)
     assert (report.source, report.target, report.files) == (source, target, 6)
@@ -42,7 +42,7 @@ def test_a_second_copy_does_nothing_and_says_so(saved, tmp_path):
     assert report.bytes == 0
     assert str(report) == f"nothing to copy: {target} holds the checkpoint of {source} already"
     assert {file: Path(target, file).stat().st_ino for file in FILES} == before
-    # A copy without a file is not the same.
+    # A copy that lacks a file is not the same checkpoint.
     Path(target, SHARDS[1]).unlink()
     assert not fastckpt.copy(source, target, overwrite=True).was_there
     assert value_at(target) == 1

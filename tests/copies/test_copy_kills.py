@@ -1,4 +1,4 @@
-"""A copy to a directory is killed before any of its system calls: old or new, and the next copy continues."""
+"""A copy to a directory is killed at any of its system calls: the target is old or new, and the next copy continues."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from copies.conftest import value_at
 from harness import strace, zygote
 from harness.draws import one_in
 
-#: All calls by which a copy changes names or makes them durable.
+#: All system calls that change names in a copy or make them durable.
 CALLS = "mkdirat,linkat,unlinkat,renameat,renameat2,rename,fsync,fdatasync"
 
 
 def attempt(children, log: Path, source: str, target: str, *inject: str) -> list[strace.Call]:
-    """Copy in a child, which may be killed; returns its calls."""
+    """Copy in a child, which may be killed; return its system calls."""
     child = children.start("copies.jobs:copy_held", source=source, target=target)
     assert child.next() == "ready"
     with strace.attached(child.pid, log, CALLS, *inject) as trace:
@@ -33,7 +33,7 @@ def attempt(children, log: Path, source: str, target: str, *inject: str) -> list
 
 @pytest.mark.timeout(600)
 def test_killed_at_any_call_it_is_old_or_new_and_the_next_one_goes_on(children, saved, tmp_path):
-    """Mutants: files published before they are all there; a plain name before the sync; no resume."""
+    """Mutants: the copy is published before all files are there; a file gets its name before the sync; no resume."""
     source, target = saved("a", 1), str(tmp_path / "b")
     before = str(tmp_path / "before")
     fastckpt.copy(saved("c", 2), target)
@@ -55,13 +55,13 @@ def test_killed_at_any_call_it_is_old_or_new_and_the_next_one_goes_on(children, 
     # Only a copy that was killed right after its commit leaves files, which the next save sweeps.
     fastckpt.save({}, tmp_path / "last")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "before", "c", "last", "log"]
-    # Some were killed with no shard whole, some with all three, and others in between.
+    # Some copies were killed with no whole shard, some with three whole shards.
     (size,) = {path.stat().st_size for path in Path(source).glob("*.safetensors")}
     assert {0, 3 * size} <= reused <= {0, size, 2 * size, 3 * size}
 
 
 def _check_order(calls: list[strace.Call], target: str) -> None:
-    """Each file is synced before it gets its name, and all have names before the target changes."""
+    """Check that each file is synced before it gets its name, and that all have names before the target changes."""
     place = re.compile(rf"{re.escape(str(Path(target).parent))}/\.b\.copy-[0-9a-f]{{16}}")
     named = [call for call in calls if call.name.startswith("rename") and call.ok and place.match(call.paths()[0])]
     named = [call for call in named if call.paths()[0].endswith(".part")]

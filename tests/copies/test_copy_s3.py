@@ -1,4 +1,4 @@
-"""``fastckpt.copy`` to a server of S3: sums, parts, and interrupted copies."""
+"""``fastckpt.copy`` to an S3 server: checksums, parts, and interrupted copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_copy_on_s3_has_the_sums_of_its_files(saved, s3, tmp_path):
         head = client.head_object(Bucket=BUCKET, Key=f"run/a/{folder}/{shard['file']}", ChecksumMode="ENABLED")
         assert head["ContentLength"] == shard["bytes"]
         assert head["Metadata"]["fastckpt-crc64"] == shard["crc"]
-        # S3's own sum, if the server supports these sums.
+        # This is S3's own checksum, if the server supports such checksums.
         own = head.get("ChecksumCRC64NVME")
         assert own is None or base64.b64decode(own).hex() == shard["crc"]
     s3.forget()
@@ -52,6 +52,6 @@ def test_a_large_shard_goes_in_parts_and_a_refusal_leaves_no_checkpoint(s3, tmp_
     assert report.bytes == sum(Path(source, file).stat().st_size for file in files)
     assert any(method == "POST" for method, _, _ in s3.requests)
     assert fastckpt.verify(url).ok
-    # The manifest came last.
+    # The manifest must be sent last.
     puts = [path for method, path, _ in s3.requests if method in ("PUT", "POST")]
     assert puts[-1].endswith("/large/fastckpt.json")

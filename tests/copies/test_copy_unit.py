@@ -1,4 +1,4 @@
-"""The engine of copies: from several places, in shares, stopped at any step, between directories and object stores in
+"""The engine of copies: from several sources, in shares, stopped at any step, between directories and object stores in
 memory.
 """
 
@@ -50,17 +50,17 @@ def total(path: str) -> int:
 
 
 def folder_of(source: str) -> str:
-    """The place of a checkpoint's files below a URL."""
+    """Return the folder of a checkpoint's files below a URL."""
     return own_checksum(Path(source, "fastckpt.json").read_bytes())
 
 
 def objects_of(source: str) -> list[str]:
-    """The objects of a copy of a checkpoint."""
+    """Return the names of the objects of a copy of a checkpoint."""
     return sorted(file if file == "fastckpt.json" else f"{folder_of(source)}/{file}" for file in FILES)
 
 
 def spoil(place: str, file: str) -> None:
-    """Change a byte of an object without a change of its note."""
+    """Change a byte of an object, but not its recorded checksum."""
     objects = Objects.at("test", place)
     data = bytearray(objects.read_all(file, 1 << 30))
     data[100] ^= 1
@@ -103,7 +103,7 @@ def test_damage_is_named_and_nothing_becomes_visible(saved, tmp_path, url, file)
         with pytest.raises(fastckpt.CorruptCheckpointError, match=f"{url}/b/{spoiled}"):
             fastckpt.copy(f"{url}/b", target)
         assert visible(target) is None
-    # A directory that is damaged, to a store.
+    # Copy a damaged directory to a store.
     if file != "fastckpt.json":
         with Path(source, file).open("r+b") as shard:
             shard.seek(5000)
@@ -118,7 +118,7 @@ def test_an_object_that_is_missing_is_damage(saved, tmp_path, url):
     Objects.at("test", f"{url}/b").remove([f"{folder_of(str(tmp_path / 'a'))}/{SHARDS[2]}"])
     with pytest.raises(fastckpt.CorruptCheckpointError, match=SHARDS[2]):
         fastckpt.copy(f"{url}/b", tmp_path / "c")
-    # The target holds the manifest and not all files: they are brought.
+    # The target has the manifest but lacks files, which are copied.
     assert fastckpt.copy(str(tmp_path / "a"), f"{url}/b").bytes == sum(
         Path(tmp_path, "a", file).stat().st_size for file in (SHARDS[2], "config.json", "model.safetensors.index.json")
     )
@@ -152,7 +152,7 @@ def test_what_is_in_the_way_is_refused(saved, url):
         fastckpt.copy(source, f"{url}/notes")
     fastckpt.copy(source, f"{url}/notes", overwrite=True)
     assert Objects.at("test", f"{url}/notes").read_all("notes.txt", 9) == b"mine"
-    # The copy brings one of that name, and it has another place.
+    # The copy has a file with this name, but in a different folder.
     Objects.at("test", f"{url}/config").write("config.json", [b"mine"], 4, None)
     fastckpt.copy(source, f"{url}/config", overwrite=True)
     assert Objects.at("test", f"{url}/config").read_all("config.json", 9) == b"mine"
@@ -161,7 +161,7 @@ def test_what_is_in_the_way_is_refused(saved, url):
 
 
 class CutError(BaseException):
-    """The process ends here."""
+    """Stands for the end of the process."""
 
 
 class Steps:
@@ -186,7 +186,7 @@ class Steps:
 
 
 def visible(place: str) -> float | None:
-    """The finding of a reader: nothing, or a whole checkpoint."""
+    """Return what a reader finds: None, or the value of a whole checkpoint."""
     try:
         fastckpt.open(place).close()
     except (FileNotFoundError, fastckpt.exceptions.NotACheckpointError):
@@ -196,7 +196,7 @@ def visible(place: str) -> float | None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved, url, over):
-    """Mutants: the manifest first; the old objects removed before it; objects sent again that are there."""
+    """Mutants: the manifest is first; old objects are removed before it; existing objects are sent again."""
     source, target = saved("a", 1), f"{url}/b"
     other = saved("c", 2)
     sizes = [Path(source, file).stat().st_size for file in SHARDS]
@@ -214,7 +214,7 @@ def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved
                 ended = True
             except CutError:
                 pass
-        # Old, then new; never nothing in between, and never a mixture, which `visible` refuses.
+        # Readers see the old one, then the new one; never none in between, and no mixture, which `visible` refuses.
         order = [2, 1] if over else [None, 1]
         assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
         there = {file for file, size in zip(SHARDS, sizes, strict=True) if _has(objects, file, source)}
@@ -260,7 +260,7 @@ def test_shares(saved, url, monkeypatch):
     first = copy_checkpoint([source], target, share=(0, 2))
     assert first.bytes == total(source) - other.bytes
     assert value_at(target) == 1
-    # The old checkpoint stays until all have brought their files.
+    # The old checkpoint stays until all processes have copied their files.
     fresh = saved("c", 2)
     assert copy_checkpoint([fresh], target, share=(1, 2), overwrite=True).bytes == other.bytes
     assert value_at(target) == 1
@@ -281,7 +281,7 @@ def test_shards_of_the_one_before_go(saved, tmp_path, url):
 
 
 def test_several_files_are_sent_at_once(saved, url, monkeypatch):
-    """Mutant: the files in sequence, with one wait per file for a slow store."""
+    """Mutant: files are sent in sequence, with one wait per file for a slow store."""
     real, all_of_them = Objects.write, threading.Barrier(len(SHARDS))
 
     def write(objects, name, *arguments):
@@ -298,7 +298,7 @@ def test_several_files_are_sent_at_once(saved, url, monkeypatch):
 
 
 def test_a_half_copy_is_removed_whatever_of_it_is_there(saved, url):
-    """Mutant: only shards prove whose it is."""
+    """Mutant: only shards prove that the leftovers are fastckpt's."""
     fastckpt.copy(saved("a", 1), f"{url}/b")
     objects = Objects.at("test", f"{url}/b")
     shards = [f"{folder_of(saved('a', 1))}/{file}" for file in SHARDS]
@@ -318,7 +318,7 @@ class Turns:
         self._draw = draw
         self._look = look
         self._changed = threading.Condition()
-        #: The number of a thread's copy, which its objects also have.
+        #: The number of the copy that a thread makes; the objects of the copy have the same number.
         self._local = threading.local()
         self._waits: set[int] = set()
         self._goes: set[int] = set()
@@ -346,7 +346,7 @@ class Turns:
         return call
 
     def run(self, copies: list[Callable[[], object]]) -> list[Exception | None]:
-        """Run all to their ends; returns the exception of each."""
+        """Run all copies to their ends; return the exception of each."""
         raised: list[Exception | None] = [None] * len(copies)
 
         def work(number: int) -> None:
@@ -383,7 +383,7 @@ class Turns:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_of_two_copies_at_once_to_one_url_one_wins_whole(saved, url, monkeypatch, seed):
-    """Mutants: objects right below the URL; the manifest written whatever is there; old ones removed before it."""
+    """Mutants: objects are right below the URL; the manifest replaces any other; old objects go before it."""
     monkeypatch.setattr(to_objects, "_LARGE", 1)
     monkeypatch.setattr(to_objects, "_SMALL", 1)
     target, values = f"{url}/b", {"a": 1.0, "c": 2.0}
@@ -401,19 +401,19 @@ def test_of_two_copies_at_once_to_one_url_one_wins_whole(saved, url, monkeypatch
         )
     assert all(isinstance(error, OSError) and error.errno == errno.EBUSY for error in raised if error is not None)
     assert None in raised
-    # The old one, and then one of the two, or both in sequence.
+    # Readers see the old checkpoint, and then one of the new ones, or both in sequence.
     assert set(seen) <= {3, *sources}
     assert seen[0] == 3
     won = seen[-1]
     assert won in [value for value, error in zip(sources, raised, strict=True) if error is None]
-    # The next copy removes the leftovers of the other.
+    # The next copy removes the leftovers of the copy that lost.
     copy_checkpoint([sources[won]], target)
     assert sorted(Objects.at("test", target).sizes()) == objects_of(sources[won])
     assert value_at(target) == won
 
 
 def test_a_copy_that_another_one_has_overtaken_says_so(saved, url, monkeypatch):
-    """Mutant: the manifest is written whatever is there."""
+    """Mutant: the manifest replaces any other."""
     source, other, target = saved("a", 1), saved("c", 2), f"{url}/b"
     real = Objects.replace
 
@@ -433,7 +433,7 @@ def test_a_copy_that_another_one_has_overtaken_says_so(saved, url, monkeypatch):
 
 
 def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
-    """Mutants: no look at all objects before the manifest, or after it."""
+    """Mutants: the objects are not checked before the manifest, or not after it."""
     source, target = saved("a", 1), f"{url}/b"
     spoiled = f"{folder_of(source)}/{SHARDS[0]}"
     commit = Objects.replace
@@ -469,7 +469,7 @@ def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
 
 
 def test_what_another_tool_has_brought_is_replaced_and_what_is_not_ours_stays(saved, url):
-    """Mutants: shards right below the URL stay; all that is there goes; a foreign folder goes."""
+    """Mutants: shards directly below the URL stay; all objects are removed; a foreign folder is removed."""
     plain, source, target = saved("a", 1), saved("c", 2), f"{url}/b"
     objects = Objects.at("test", target)
     for file in FILES:
@@ -481,7 +481,7 @@ def test_what_another_tool_has_brought_is_replaced_and_what_is_not_ours_stays(sa
         objects.write(name, [b"mine"], 4, None)
     copy_checkpoint([source], target, overwrite=True)
     assert sorted(objects.sizes()) == sorted([*objects_of(source), "config.json", *theirs])
-    # The config.json of the copy, and not the one that lies beside its manifest.
+    # This is the config.json of the copy, not the one beside its manifest.
     fastckpt.copy(target, f"{url}/c")
     assert Objects.at("test", f"{url}/c").read_all(f"{folder_of(source)}/config.json", 99) == b'{"value": 2}'
     assert value_at(target) == 2
@@ -504,7 +504,7 @@ def test_a_checkpoint_below_a_name_like_that_of_a_folder_is_not_copied_over(save
 
 @pytest.mark.parametrize("to", ["c", "memory://changed/c"])
 def test_a_file_beside_the_shards_that_grows_meanwhile_is_no_damage(saved, tmp_path, monkeypatch, to):
-    """Mutant: only another manifest is a change."""
+    """Mutant: only a different manifest counts as a change."""
     source, target = saved("a", 1), to if "://" in to else str(tmp_path / to)
     real, calls = Plan.bring, []
 
@@ -626,9 +626,9 @@ def test_a_limit_spreads_the_bytes_evenly():
     assert paced.block == 100e6 * 0.1 // 4096 * 4096 or paced.block == pace.BLOCK
     assert Pace(10e6, None, None).block == 999_424
     assert Pace(1, None, None).block == 64 << 10
-    # Three threads at once wait one after another.
+    # Three threads that start at once wait one after another.
     assert [round(paced.book(10_000_000, 100.0), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
-    # After a stall, a tenth of a second is made up for, and no more.
+    # After a stall, at most a tenth of a second is caught up.
     assert paced.book(10_000_000, 200.0) == pytest.approx(0.0)
     assert paced.book(10_000_000, 200.0) == pytest.approx(0.1)
     assert Pace(None, None, None).book(1 << 40, 0.0) == 0.0
@@ -641,7 +641,7 @@ def test_a_limit_is_kept(saved, tmp_path):
 
 
 class Gathering:
-    """The core's gathering, with a call before some of its methods."""
+    """Wraps the core's gathering and calls functions before some of its methods."""
 
     def __init__(self, real, before):
         self._real = real
@@ -659,7 +659,7 @@ class Gathering:
 
 
 def wrap(monkeypatch, **before):
-    """Have these called before methods of future gatherings, each until it is dropped."""
+    """Have these functions called before methods of future gatherings, each until it is removed from the result."""
     real = directory._core.Gathering
     core = type("Core", (), {"Gathering": staticmethod(lambda *arguments: Gathering(real(*arguments), before))})
     monkeypatch.setattr(directory, "_core", core)
@@ -667,7 +667,7 @@ def wrap(monkeypatch, **before):
 
 
 def interrupt(monkeypatch, step, source, target):
-    """Copy, and be interrupted before a step."""
+    """Copy, and interrupt the copy before a step."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -692,7 +692,7 @@ def test_a_copy_that_is_stopped_keeps_what_is_whole_and_the_next_one_goes_on(sav
     whole = [file for file in SHARDS if (tmp_path / left.name / file).exists()]
     assert len(whole) >= 2
     assert not [file for file in names(tmp_path / left.name) if file.endswith(".part")]
-    # Neither a save nor the copy of another checkpoint changes it.
+    # Neither a save nor the copy of another checkpoint changes what is left.
     saved("c", 2)
     with pytest.raises(CancelledError):
         copy_checkpoint([str(tmp_path / "c")], target, stop=lambda: True)
@@ -738,7 +738,7 @@ def test_no_room_gives_back_what_was_taken_and_another_failure_does_not(saved, t
 
 
 def test_a_copy_that_cannot_be_made_durable_is_no_success(saved, tmp_path, monkeypatch):
-    """Its name is there, and the sync after it fails. Mutant: what is there under the name is taken for another's."""
+    """The copy has its name, but the sync after that fails. Mutant: it counts as the copy of another process."""
     source, target = saved("a", 1), str(tmp_path / "b")
 
     def publish(*_):
@@ -749,7 +749,7 @@ def test_a_copy_that_cannot_be_made_durable_is_no_success(saved, tmp_path, monke
     with pytest.raises(OSError, match=re.escape(os.strerror(errno.EIO))):
         copy_checkpoint([source], target)
     before.clear()
-    # The next copy finds everything, and returns once it is durable. Mutant: it is not synced.
+    # The next copy finds everything, and returns once that is durable. Mutant: the next copy does not sync.
     failing = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(directory, "sync", mock.Mock(side_effect=failing))
@@ -797,7 +797,7 @@ def test_the_first_waits_for_the_others_and_not_for_ever(saved, tmp_path, monkey
 
     def counted(*_):
         held.append(1)
-        # Once before its own files, then repeatedly.
+        # The function is called once before the copy of the process's own files, and repeatedly after it.
         if len(held) == 3:
             waits.set()
 
@@ -813,7 +813,7 @@ def test_the_first_waits_for_the_others_and_not_for_ever(saved, tmp_path, monkey
         Path(source, file).stat().st_size for file in FILES if file not in ("fastckpt.json", SHARDS[1])
     )
     assert value_at(target) == 1
-    # The other one never comes.
+    # The other process never comes.
     monkeypatch.setattr(shares, "PATIENCE", 0.0)
     monkeypatch.setattr(shares, "TIMES", 0)
     alone = copy_checkpoint([source], str(tmp_path / "c"), share=(0, 2))

@@ -1,6 +1,6 @@
 """Writes the golden checkpoints of format version 1: ``python tests/data/make_golden.py`` from the root.
 
-Run once a format version. What it wrote is never written again: every later release must read it as it is.
+Run it once per format version. Its files are never written again: every later release must read them unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = [
 
 
 def state() -> dict[str, Any]:
-    """Every kind of token of version 1 at least once. A reader's test builds it again and compares."""
+    """Return a state with every kind of token of version 1. A reader's test builds it again and compares."""
     tied = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     attributed = OrderedDict(weight=torch.ones(2))
     attributed._metadata = {"": {"version": 1}}  # type: ignore[attr-defined] # as torch.nn.Module.state_dict() has it
@@ -87,14 +87,14 @@ class Position(NamedTuple):
 
 
 def register() -> None:
-    """Make known what :func:`types` and :func:`classes` hold."""
+    """Register the types of :func:`types` and :func:`classes`."""
     fastckpt.register_type(Position, tuple, lambda parts: Position(*parts), "golden.Position")
     for cls in (Schedule, Settings, Plan):
         fastckpt.register_type(cls, name=f"golden.{cls.__name__}")
 
 
 def types() -> dict[str, Any]:
-    """The tokens that :func:`state` lacks: quantised tensors and types by name, one of them ours."""
+    """Return the tokens that :func:`state` lacks: quantised tensors, and types by name, one of them defined here."""
     values = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5]])
     return {
         "per tensor": torch.quantize_per_tensor(values, 0.1, 3, torch.quint8),
@@ -107,25 +107,25 @@ def types() -> dict[str, Any]:
 
 
 class Schedule(enum.Enum):
-    """A type that is stored by what it is."""
+    """A type that is stored by its kind: an enum."""
 
     COSINE = 1
 
 
 class Settings(dict):  # type: ignore[type-arg]
-    """Likewise, with attributes."""
+    """A type that is stored by its kind: a dict with attributes."""
 
 
 @dataclasses.dataclass
 class Plan:
-    """Likewise."""
+    """A type that is stored by its kind: a dataclass."""
 
     schedule: Schedule
     window: Any = None
 
 
 def classes() -> dict[str, Any]:
-    """Types by what they are, and those that fastckpt names itself."""
+    """Return types that are stored by their kind, and types that fastckpt names itself."""
     settings = Settings(lr=0.1)
     settings.version = 3  # type: ignore[attr-defined]
     return {
@@ -140,7 +140,7 @@ def classes() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """The state of a training run: its model is a group of files of its own, with all tensors that it shares."""
+    """Return the state of a training run, whose model is a separate group of files, with all tensors that it shares."""
     embedding = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     bias = torch.tensor([0.5, -0.5], dtype=torch.bfloat16)
     return {
@@ -160,7 +160,7 @@ def training() -> dict[str, Any]:
 
 
 def expanded() -> dict[str, Any]:
-    """What repeats a base, which alone is stored."""
+    """Return tensors and an array that repeat a base; only the base is stored."""
     base = torch.arange(3, dtype=torch.float32).reshape(3, 1)
     return {
         "mask": torch.ones(1, dtype=torch.bool).expand(1000),
@@ -172,7 +172,7 @@ def expanded() -> dict[str, Any]:
 
 
 def named() -> dict[str, Any]:
-    """Types by name: what numpy and torch have beside plain tensors and arrays."""
+    """Return types of numpy and torch that are stored by name, apart from plain tensors and arrays."""
     row = np.dtype([("key", "<i4"), (("title", "value"), ">f8", (2,))])
     rows = np.array([(1, (2.0, 3.0)), (4, (5.0, 6.0))], row)
     kinds = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")

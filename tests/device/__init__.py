@@ -1,4 +1,4 @@
-"""Tests of tensors on a device: the same files on the stand-in by pytest and on a GPU by ``python -m unittest``.
+"""Tests of tensors on a device: pytest runs these files on the stand-in, ``python -m unittest`` runs them on a GPU.
 
-They need the standard library, numpy, torch and fastckpt, and nothing else: see :mod:`harness.devices`.
+The tests need only the standard library, numpy, torch and fastckpt: see :mod:`harness.devices`.
 """

@@ -10,7 +10,7 @@ from harness.devices import DEVICE
 
 
 def host_state() -> dict[str, Any]:
-    """Tensors in host memory: more than a block, less than one, small ones, of many dtypes."""
+    """Return tensors in host memory: larger and smaller than a block, small ones, and many dtypes."""
     torch.manual_seed(1)
     large = torch.randint(-(2**31), 2**31 - 1, (1500, 1100), dtype=torch.int32)
     return {
@@ -28,7 +28,7 @@ def host_state() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """A training state, partly on the host."""
+    """Return a training state that is partly on the host."""
     return {
         "model": {"w": torch.randn(300, 300).to(DEVICE), "b": torch.nn.Parameter(torch.randn(7).to(DEVICE))},
         "optimizer": {"state": {0: {"step": torch.tensor(5.0), "exp_avg": torch.randn(300, 300)}}},

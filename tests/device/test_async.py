@@ -17,7 +17,7 @@ COUNT = 300_000
 
 
 def trained(device=DEVICE, values=(1.0, 2.0, 3.0)):
-    """Parameters of these values, and an optimizer whose every step takes 1 from them."""
+    """Return parameters with these values, and an optimizer whose every step subtracts 1 from them."""
     parameters = [torch.nn.Parameter(torch.full((COUNT,), value, device=device)) for value in values]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -30,7 +30,7 @@ def state_of(parameters):
 
 @contextmanager
 def _held():
-    """Inside, copies from the device do not end until the function is called."""
+    """Hold copies from the device until the yielded function is called."""
     if devices.IS_STANDIN:
         with faults.held() as go:
             yield go
@@ -45,14 +45,14 @@ class TestAsync(OnDevice):
         self.target = self.path / "c"
 
     def saved(self, path=None):
-        """The value that each saved tensor has everywhere, or None for one that has several."""
+        """Return the value that each saved tensor has everywhere, or None for a tensor with several values."""
         loaded = fastckpt.load(path or self.target)
         return [float(value.flatten()[0]) if len(value.unique()) == 1 else None for value in loaded.values()]
 
     @each("keeps_streams_busy", [False, True])
     def test_a_step_may_follow_at_once(self, keeps_streams_busy):
         parameters, optimizer = trained()
-        # The memory of the first save is not pinned when it begins, that of the others is.
+        # The memory of the first save is not pinned when the save begins; the memory of later saves is.
         for turn in range(4):
             if keeps_streams_busy:
                 devices.busy()
@@ -168,13 +168,13 @@ class TestAsync(OnDevice):
             assert fastckpt.load(self.target) == {"old": 1}
 
     def test_memory_that_is_freed_while_it_is_copied(self):
-        """As sharded modules free theirs: the tensors stay, and their memory is reused."""
+        """Sharded modules free memory in this way: the tensors stay, and their memory is reused."""
         for turn in range(3):
             state = state_of(trained()[0])
             devices.busy()
             pending = fastckpt.save_async(state, self.target, io=fastckpt.IO(lazy=True))
             if turn == 0:
-                # Its memory is not pinned when it begins, so its copies may not be asked for yet.
+                # The memory of the first save is not pinned when it begins, so its copies may not be requested yet.
                 pending.wait_staged(60)
             for value in state.values():
                 devices.free(value)
@@ -201,14 +201,14 @@ class TestAsync(OnDevice):
                 timer.start()
                 pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=lazy))
                 assert pending.cancel()
-                # Memory that copies still write to must not go.
+                # Memory that copies still write to must not be freed.
                 fastckpt.background.release_buffers()
             timer.join()
             assert fastckpt.load(self.target) == {"old": 1}
 
 
 class TestAsyncOnTheStandin(OnDevice):
-    """Copies that wait until the test lets them go, and the counts meanwhile."""
+    """Copies wait until the test releases them, and the waits until then are counted."""
 
     on = "standin"
 
@@ -216,7 +216,7 @@ class TestAsyncOnTheStandin(OnDevice):
         super().setUp()
         self.target = self.path / "c"
         self.parameters, self.optimizer = trained()
-        # Its memory is kept, and pinned.
+        # The memory of this save is kept, and pinned.
         fastckpt.save_async(state_of(self.parameters), self.path / "first").result(60)
 
     def test_the_host_never_waits_and_the_stream_does(self):
@@ -232,7 +232,7 @@ class TestAsyncOnTheStandin(OnDevice):
             assert asked > streams, "the copies wait for the caller's stream"
             assert faults.stream_waits[me] > asked, "the caller's stream waits for the copies"
             assert not pending.done()
-            # The step is requested, and not done.
+            # The step is requested, but not done.
             assert [float(devices.there(parameter).min()) for parameter in self.parameters] == [1, 2, 3]
             go()
             report = pending.result(60)
@@ -256,7 +256,7 @@ class TestAsyncOnTheStandin(OnDevice):
         assert (faults.host_waits[me], faults.stream_waits[me]) == (hosts, streams)
 
     def test_a_step_waits_for_what_is_not_asked_for_yet(self):
-        """Memory is being pinned, so the background thread has yet to ask for the copies."""
+        """Memory is still being pinned, so the background thread has not requested the copies yet."""
         fastckpt.background.release_buffers()
         pinning, go_on = threading.Event(), threading.Event()
 
@@ -323,7 +323,7 @@ class TestAsyncOnTheStandin(OnDevice):
                 call()
             assert not self.target.exists(), name
             fastckpt.background.drain(60)
-        # The capture of another stream disturbs no save.
+        # The capture of another stream does not disturb a save.
         with standin.capturing(standin.Stream(OTHER)):
             pass
         fastckpt.save(into, self.target)

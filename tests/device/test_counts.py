@@ -15,18 +15,18 @@ from harness.reports import with_report
 from harness.standin import faults
 
 MIB = 1 << 20
-#: Bytes that one call of the core's hands over, at least, but for the ends of files and of workers' shares.
+#: The minimum bytes that one call of the core passes, except at the ends of files and of workers' shares.
 BATCH = 16 * MIB
-#: Calls for the remainder: one for each worker, and one.
+#: Calls for the remainder: one for each worker, and one more.
 THREADS = 2
 SPARE = THREADS + 1
 
 
 @contextmanager
 def calls_into_python():
-    """Counts calls of the core's into Python, by kind, and the bytes that they hand over."""
+    """Count calls of the core into Python, by kind, and the bytes that these calls pass."""
     counts = Counter()
-    # Workers call at the same time.
+    # Workers may call at the same time.
     lock = threading.Lock()
 
     def counted(where, name):
@@ -58,7 +58,7 @@ class TestCounts(OnDevice):
 
     @each("count", [1, 3, 700])
     def test_calls_into_python_go_with_bytes_alone(self, count):
-        """At most one for 16 MiB, which is less than 70 for a GB, for any tensors."""
+        """For any tensors, at most one call is made for each 16 MiB, which is less than 70 calls per GB."""
         total = 160 * MIB
         each_has = total // count // 4
         state = {str(index): torch.full((each_has,), float(index), device=DEVICE) for index in range(count)}
@@ -79,7 +79,7 @@ class TestCounts(OnDevice):
 
     @each("lazy", [False, True])
     def test_a_snapshot_takes_no_call_at_all(self, lazy):
-        """Tensors on devices do not pass through the core."""
+        """For a snapshot, tensors on devices do not pass through the core."""
         state = {str(index): torch.full((4 * MIB,), float(index), device=DEVICE) for index in range(3)}
         with calls_into_python() as counts:
             report = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=lazy)).result(60)
@@ -102,7 +102,7 @@ class TestCounts(OnDevice):
             assert (report.bytes, report.copied) == (nbytes, 0), report
             assert not report.blocks.get("buffered"), report
         else:
-            # From the snapshot on it is as for tensors of the host, of which small ones share blocks that are staged.
+            # After the snapshot, the save is as for host tensors, where small tensors share staged blocks.
             assert (report.bytes, report.staged) == (nbytes, nbytes), report
             host = fastckpt.save({name: there(value) for name, value in state.items()}, self.path / "host")
             assert report.copied <= host.copied, report
@@ -116,7 +116,7 @@ class TestCountsOnTheStandin(OnDevice):
     late = 0.0
 
     def many(self, count):
-        """So many tensors of 256 bytes."""
+        """Return ``count`` tensors of 256 bytes, and their common source."""
         whole = torch.arange(count * 64, dtype=torch.int32)
         return whole, dict(enumerate(whole.to(DEVICE).split(64)))
 
@@ -132,7 +132,7 @@ class TestCountsOnTheStandin(OnDevice):
         SAVES[way](warm, self.path / "warm")
         whole, state = self.many(60_000)
         _, (events, transfers, waits, kernels) = self.counted(lambda: SAVES[way](state, self.path / "c"))
-        # 15 MiB: a batch or two, and their ends.
+        # 15 MiB need a batch or two, and their ends.
         assert events <= 10, events
         assert transfers <= 10, transfers
         assert waits <= 10, waits
@@ -157,7 +157,7 @@ class TestCountsOnTheStandin(OnDevice):
         assert torch.equal(there(found), whole)
 
     def test_the_hook_of_a_step_costs_the_same_for_many_tensors(self):
-        """A lazy save of many small tensors holds the stream once."""
+        """A lazy save of many small tensors holds the stream only once."""
         _, state = self.many(1000)
         fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=True)).result(60)
         before = sum(faults.stream_waits.values())

@@ -1,4 +1,4 @@
-"""Features of CUDA alone: graphs, pinned memory, its allocator, sharded modules, and time. Not run on the stand-in."""
+"""Features that need CUDA: graphs, pinned memory, the allocator, sharded modules, and time. Not on the stand-in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def host_waits():
-    """The waits of this thread for events, streams and devices, by name."""
+    """Record the waits of this thread for events, streams and devices, by name."""
     found, me = [], threading.get_ident()
 
     def watched(owner, name):
@@ -50,7 +50,7 @@ def host_waits():
 
 
 def parameters_of(nbytes, count=8):
-    """Parameters of so many bytes, with gradients, and an optimizer whose steps take 1 from them."""
+    """Return parameters of so many bytes, with gradients, and an optimizer whose steps subtract 1 from them."""
     parameters = [torch.nn.Parameter(torch.full((nbytes // count // 4,), 5.0, device=DEVICE)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -82,7 +82,7 @@ class TestGraphs(OnDevice):
                 with raises(RuntimeError, "captured into a graph"):
                     call()
         assert not (self.path / "c").exists()
-        # The capture is whole.
+        # The captured graph is complete.
         graph.replay()
         graph.replay()
         assert (value == 2).all()
@@ -99,7 +99,7 @@ class TestGraphs(OnDevice):
         for turn in range(1, 4):
             graph.replay()
             pending = fastckpt.save_async({"w": value, "made": made}, self.path / "c", io=fastckpt.IO(lazy=True))
-            # No hook runs in a replay: it has to be waited for.
+            # No hook runs in a replay, so the program must wait for the staging.
             pending.wait_staged()
             graph.replay()
             pending.result(60)
@@ -132,7 +132,7 @@ class TestPinnedMemory(OnDevice):
             assert not getattr(outcome, "warnings", ()), name
 
     def test_an_error_stays_in_the_thread_that_has_it(self):
-        """The assumptions of pinning."""
+        """Pinning assumes that CUDA behaves as tested here."""
         data = np.zeros(1 * MIB, np.uint8)
         address = -(-data.ctypes.data // 4096) * 4096
         results = []
@@ -146,7 +146,7 @@ class TestPinnedMemory(OnDevice):
         thread.start()
         thread.join()
         assert results == [0, 712, 0]
-        # A check after a kernel would raise what this thread had left behind.
+        # A check after a kernel would raise an error that this thread had left behind.
         torch.zeros(10, device=DEVICE).add_(1)
         torch.cuda.synchronize()
 
@@ -163,7 +163,7 @@ class TestAllocator(OnDevice):
 
     @each("configuration", ["expandable_segments:True", "backend:cudaMallocAsync"])
     def test_other_configurations(self, configuration):
-        """The same tests in a process with another allocator."""
+        """Run the same tests in a process with another allocator."""
         tests = [
             "device.test_async.TestAsync",
             "device.test_load.TestLoad",
@@ -196,7 +196,7 @@ class TestAllocator(OnDevice):
 
 
 class TestShardedModules(OnDevice):
-    """FSDP2 in a group of one rank: it frees its unsharded parameters between uses."""
+    """FSDP2 in a group of one rank, which frees its unsharded parameters between uses."""
 
     on = "cuda"
 
@@ -255,7 +255,7 @@ class TestShardedModules(OnDevice):
             full = {name: _local(value.detach()) for name, value in self.model.named_parameters()}
             pending = fastckpt.save_async(full, self.path / "full", io=fastckpt.IO(lazy=True))
             if turn == 0:
-                # Its memory is not pinned when it begins, so its copies may not be asked for yet.
+                # The memory of the first save is not pinned when it begins, so its copies may not be requested yet.
                 pending.wait_staged(60)
             self.model.reshard()
             for layer in self.model:
@@ -268,7 +268,7 @@ class TestShardedModules(OnDevice):
 
 
 def _local(value):
-    """In a group of one rank a parameter may stay what it is when it is unsharded."""
+    """Return a local tensor: in a group of one rank, an unsharded parameter may remain a DTensor."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -288,7 +288,7 @@ class TestTime(OnDevice):
                 optimizer.step()
                 stalls.append(time.perf_counter() - began)
             assert waits == []
-            # The step is requested, and waits for the copies, which wait for the stream's earlier work.
+            # The requested step waits for the copies, which wait for earlier work in the stream.
             assert not torch.cuda.current_stream().query() or stalls[-1] > 0.3
             report = pending.result(60)
             assert report.stall <= stalls[-1]
@@ -323,7 +323,7 @@ class TestTime(OnDevice):
         assert torch.equal(loaded, value)
 
     def test_what_is_in_flight_when_the_program_ends(self):
-        """The checkpoint is whole, and the process ends well, though its memory is pinned and its streams are used."""
+        """The checkpoint is whole and the process ends well, although memory is pinned and streams are in use."""
         program = (
             "import sys, torch, fastckpt\n"
             "state = {str(i): torch.full((1 << 22,), float(i), device='cuda') for i in range(16)}\n"

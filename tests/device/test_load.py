@@ -1,4 +1,4 @@
-"""Loads of tensors to a device, and which go there."""
+"""Loads of tensors to a device, and which tensors go there."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestLoad(OnDevice):
         assert same({name: value.contiguous() for name, value in to_host(into).items()}, state)
 
     def test_a_load_does_not_overtake_the_callers_stream(self):
-        """The stream's earlier work is done before the load, also on the tensors that are filled."""
+        """Earlier work in the stream ends before the load, even on the tensors that are filled."""
         fastckpt.save({"w": torch.arange(1_000_000)}, self.path / "c")
         into = {"w": torch.zeros(1_000_000, dtype=torch.int64, device=DEVICE)}
         devices.fill_later(into["w"], 7)
@@ -108,7 +108,7 @@ class TestLoad(OnDevice):
 
 
 class TestPlacement(OnDevice):
-    """Where tensors go when they are loaded."""
+    """The placement of loaded tensors."""
 
     late = 0.001
 
@@ -120,7 +120,7 @@ class TestPlacement(OnDevice):
     def test_what_belongs_on_the_cpu_stays_there(self, name):
         loaded = fastckpt.load(self.path / "c", device=name)
         on_cpu = {name for name, kind in _kinds(loaded).items() if kind == "cpu"}
-        # A step that was on the device goes to the device: the optimizer is fused or capturable.
+        # A step that was on the device returns there: the optimizer is fused or capturable.
         assert on_cpu == {"step", "rng", "rng of a GPU"}
         torch.set_rng_state(loaded["rng"]["cpu"])
         assert type(loaded["array"]) is np.ndarray
@@ -225,7 +225,7 @@ class TestPlacement(OnDevice):
 
 
 def _kinds(state):
-    """Device types by name."""
+    """Return device types by name."""
     return {
         "model.w": state["model"]["w"].device.type,
         "model.b": state["model"]["b"].device.type,
@@ -241,7 +241,7 @@ def _kinds(state):
 
 
 class TestLoadOnTheStandin(OnDevice):
-    """Faults, and what only the stand-in counts."""
+    """Faults, and counts that only the stand-in keeps."""
 
     on = "standin"
 
@@ -268,14 +268,14 @@ class TestLoadOnTheStandin(OnDevice):
             assert 0 < faults.largest <= 16 * MIB
 
     def test_a_load_waits_for_its_copies_whoever_else_loads(self):
-        """Another load begins and ends in the middle of its copies, without waiting for the rest."""
+        """Another load begins and ends in the middle of the copies of the first, without waiting for them."""
         state = {"w": torch.randint(0, 1 << 30, (3_000_000,), dtype=torch.int32)}
         fastckpt.save(state, self.path / "c")
         fastckpt.save({"w": torch.zeros(10)}, self.path / "other")
         others = []
 
         def delayed():
-            # In the middle of the first copies of the load below.
+            # This call is in the middle of the first copies of the load below.
             if not others and threading.current_thread().name == "standin":
                 others.append(threading.Thread(target=fastckpt.load, args=(self.path / "other",), kwargs=named))
                 others[0].start()

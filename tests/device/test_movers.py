@@ -1,4 +1,4 @@
-"""Parts of what moves bytes from and to a device for the core, and of what ranks compare of it."""
+"""Parts of the code that moves bytes from and to a device for the core, and of the comparison by ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestMovers(OnDevice):
         assert torch.equal(there(target), value)
 
     def test_ranges_in_any_order_from_any_place(self):
-        """Neighbours in memory that are none in the state, and the reverse."""
+        """Neighbours in memory are not neighbours in the state, and the reverse."""
         values = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (10, 1 << 20, 3, 2 << 20, 100, 7)]
         sources = Sources("save", {n: _torch.mover_out(value.to(DEVICE)) for n, value in enumerate(values)})
         out = np.zeros(8 << 20, np.uint8)
@@ -77,12 +77,12 @@ class TestMovers(OnDevice):
 
 
 class TestRanks(OnDevice):
-    """The part of its state that a rank compares with others."""
+    """A rank's part of the state, which ranks compare."""
 
     late = 0.0
 
     def test_tensors_are_compared_by_their_logical_bytes(self):
-        """A rank sends the same as for these tensors in host memory, whatever their layout on the device."""
+        """Whatever the layout on the device, a rank sends the same as for equal tensors in host memory."""
         state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
         state["large"] = torch.randn(64 << 10, 3)
         moved = on_device(state)
@@ -92,7 +92,7 @@ class TestRanks(OnDevice):
         for replicas in ("sample", "full"):
             with mock.patch.object(Sources, "sum", autospec=True, side_effect=Sources.sum) as sums:
                 assert told(moved, replicas) == told(state, replicas)
-            # What is large and in order is summed where it lies, and does not travel.
+            # The device computes checksums of large contiguous tensors, so their bytes are not copied.
             assert sums.call_count == (replicas == "full")
             with mock.patch.object(Sources, "sum", return_value=_crc64.of(state["summed"].numpy())):
                 assert told(moved, replicas) == told(state, replicas)
@@ -117,7 +117,7 @@ class TestRanks(OnDevice):
 
 
 def told(state, replicas):
-    """What the first of two ranks sends of a state that both hold."""
+    """Return what the first of two ranks sends about a state that both hold."""
     local = local_of(state, 0, [0, 1])
     assert local.request.sources.devices in ((DEVICE,), ())
     tensors = local.request.flat.tensors
@@ -135,12 +135,12 @@ def told(state, replicas):
 
 
 class TestStaging(OnDevice):
-    """Staging memory is lent to the core for what goes to and from devices."""
+    """The core borrows staging memory for bytes that go to and from devices."""
 
     late = 0.0
 
     def test_copies_go_to_and_from_it(self):
-        """All of a save, a load, and reads of an open checkpoint, also where they are converted or put in order."""
+        """All bytes of a save, a load and reads of an open checkpoint use this, even if converted or reordered."""
         seen = []
 
         def note(name):
@@ -171,7 +171,7 @@ class TestStaging(OnDevice):
                 ends = memory.core.address, memory.core.address + memory.nbytes
                 assert all(ends[0] <= address and address + nbytes <= ends[1] for address, nbytes in seen)
                 seen.clear()
-        # All tensors are in host memory, and nothing is lent.
+        # All tensors are in host memory, so the core borrows nothing.
         fastckpt.background.release_buffers()
         fastckpt.save({"w": torch.ones(3).expand(3), "t": torch.ones(3, 4).t()}, self.path / "c")
         fastckpt.load(self.path / "c", dtype="bfloat16")

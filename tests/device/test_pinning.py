@@ -1,4 +1,4 @@
-"""Host memory that is registered with the device: in the background, within limits, and undone before it goes."""
+"""Host memory is registered with the device in the background, within limits, and unregistered before it is freed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def state_of(megabytes=8, device=DEVICE):
 
 @contextmanager
 def _small_pieces():
-    """Inside, memory is registered a MiB at a time."""
+    """Register memory a MiB at a time inside the ``with`` statement."""
     with limits.lowered("pinned at a time", MIB), limits.lowered("staging memory pinned at a time", MIB):
         yield
 
 
 def ordered(calls):
-    """The calls of the runtime, without threads."""
+    """Return the calls of the runtime, without their threads."""
     return [call[1] for call in calls]
 
 
 class TestPinning(OnDevice):
-    """The bytes are right, pinned or not."""
+    """The saved bytes are right, whether memory is pinned or not."""
 
     @each("pin", [True, False, 3 * MIB, "2MB", 0])
     @each("lazy", [False, True])
@@ -125,7 +125,7 @@ class TestPinningOnTheStandin(OnDevice):
     def test_no_pinning(self, pin):
         report = fastckpt.save_async(state_of(), self.path / "c", io=fastckpt.IO(pin=pin)).result(60)
         assert cudart.calls == []
-        # It was asked for.
+        # The caller asked for no pinning, so no warning is due.
         assert report.warnings == ()
 
     @each("limit", [MIB, 5 * MIB + 123])
@@ -145,7 +145,7 @@ class TestPinningOnTheStandin(OnDevice):
         state = state_of()
         cudart.status = status
         report = SAVES[way](state, self.path / "c")
-        # A kernel of the training thread finds no error but its own.
+        # A kernel of the training thread raises no error except its own.
         torch.zeros(3, device=DEVICE)
         cudart.check()
         assert self.pinned() == 0
@@ -156,7 +156,7 @@ class TestPinningOnTheStandin(OnDevice):
 
     @each("way", SAVES)
     def test_what_can_be_registered_in_part(self, way):
-        """Copies go to both parts, and never across the edge."""
+        """Copies go to the registered and the other part, but never across the edge."""
         cudart.limit = 5 * MIB
         state = {"all": torch.arange(8 * MIB // 4, device=DEVICE, dtype=torch.int32)}
         with _small_pieces():
@@ -213,7 +213,7 @@ class TestPinningOnTheStandin(OnDevice):
         assert [float(value.mean()) for value in fastckpt.load(self.path / "c").values()] == list(range(8))
 
     def test_memory_in_use_is_not_given_back(self):
-        """``release_buffers`` while a save is under way."""
+        """``release_buffers`` is called during a save."""
         state = state_of()
         fastckpt.save_async(state, self.path / "c").result(60)
         with faults.held() as go:

@@ -38,7 +38,7 @@ class TestSave(OnDevice):
 
     @each("way", SAVES)
     def test_more_than_fits_into_any_buffer(self, way):
-        """Several copies for each of them, whatever its strides."""
+        """Each tensor needs several copies, whatever its strides."""
         state = {
             "odd": torch.randint(0, 255, (37 * MIB + 5,), dtype=torch.uint8),
             "rows": torch.randn(2300, 2900),
@@ -132,7 +132,7 @@ class TestSave(OnDevice):
 
 
 class TestSaveOnTheStandin(OnDevice):
-    """Faults, and what only the stand-in counts."""
+    """Faults, and counts that only the stand-in keeps."""
 
     on = "standin"
 
@@ -146,7 +146,7 @@ class TestSaveOnTheStandin(OnDevice):
         assert faults.astray == 0
 
     def test_a_save_needs_little_memory_of_the_device(self):
-        """Piece by piece: no copy is larger than 16 MiB, whatever the size of the tensor."""
+        """Tensors are copied piece by piece: no copy is larger than 16 MiB, whatever the size of the tensor."""
         with devices.on_time():
             state = {"w": torch.zeros(6 * MIB).to(DEVICE), "t": torch.zeros(2000, 3000).to(DEVICE).t()}
             faults.largest = 0
@@ -168,7 +168,7 @@ class TestSaveOnTheStandin(OnDevice):
             assert fastckpt.load(self.path / "c") == {"old": 1}
             assert sorted(entry.name for entry in self.path.iterdir()) == ["c", "whole"]
             faults.reset(late=self.late)
-        # Nothing that failed is used again.
+        # Buffers and streams that failed are not used again.
         expected = to_host(state)
         SAVES[way](state, self.path / "c")
         assert same(to_host(fastckpt.load(self.path / "c")), expected)

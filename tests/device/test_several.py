@@ -1,4 +1,4 @@
-"""Several devices, streams, threads and ways of one process; damage; and a group of one rank."""
+"""Several devices, streams, threads and kinds of saves in one process; damage; and a group of one rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestSeveral(OnDevice):
         with raises(fastckpt.CorruptCheckpointError, "large"):
             fastckpt.load(self.target, into=into, strict=False, io=fastckpt.IO(mmap=mmap))
         if mmap:
-            # The pages were checked before anything was copied.
+            # All pages are verified before anything is copied.
             assert all(not value.any() for name, value in to_host(into).items() if value.numel())
         with fastckpt.open(self.target, device=DEVICE) as checkpoint:
             with raises(fastckpt.CorruptCheckpointError, "large"):

@@ -1,4 +1,4 @@
-"""The stand-in itself: it is late, in order, and detects misuse that a real device would punish."""
+"""The stand-in itself: it works late but in order, and detects misuse on which a real device would fail."""
 
 from __future__ import annotations
 

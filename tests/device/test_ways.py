@@ -1,4 +1,4 @@
-"""Other ways to and from a device: open checkpoints, parts, names, mapped files, and a stream that is captured."""
+"""Other ways to and from a device: open checkpoints, parts, names, mapped files, and a captured stream."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestOpen(OnDevice):
         assert opened["model.w"].is_cpu
         opened = fastckpt.open(self.path / "c", device=lambda info: DEVICE if info.name == "model.b" else None)
         assert [opened[name].device.type for name in ("model.b", "model.w")] == [KIND, "cpu"]
-        # The states of random generators are on the host, wherever the rest goes.
+        # States of random generators stay on the host, wherever other tensors go.
         assert fastckpt.open(self.path / "c", device=DEVICE)["rng.cpu"].is_cpu
 
     def test_arguments(self):
@@ -122,7 +122,7 @@ class TestOpen(OnDevice):
 
 
 class TestKeys(OnDevice):
-    """Names choose what goes to a device."""
+    """Names choose the tensors that go to a device."""
 
     def test_keys_and_exclude(self):
         state = {"model": on_device({"a": torch.randn(1000), "b": torch.randn(2, 3)}), "other": {"c": torch.ones(5)}}
@@ -138,7 +138,7 @@ class TestKeys(OnDevice):
 
 
 class TestMapped(OnDevice):
-    """``mmap=True``: tensors on a device are copied from the pages, once those have been checked."""
+    """``mmap=True``: tensors on a device are copied from the pages once these are verified."""
 
     def save(self):
         state = host_state()
@@ -155,7 +155,7 @@ class TestMapped(OnDevice):
         assert loaded.pop("long") == bytes(range(256)) * 40
         assert {value.device for value in loaded.values()} == {DEVICE}
         assert same(to_host(loaded), to_host(state))
-        # The processor copied nothing, and nothing on the device needs the files.
+        # The CPU copied nothing, and no tensor on the device needs the files.
         assert report.copied == 0
         gc.collect()
         assert str(self.path / "c") not in Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ class TestMapped(OnDevice):
         assert into.pop("array").tolist() == list(range(5000))
         devices.synchronize()
         assert bits(there(into["large"]).contiguous()) == bits(state["large"])
-        # The memory of what is conjugated holds the conjugates.
+        # The memory of a conjugated tensor has the conjugates.
         assert bits(there(into["wide"].conj())) == bits(state["wide"].conj())
         rest = {name: value for name, value in into.items() if name not in {"large", "wide"}}
         wanted = {name: value.detach() for name, value in state.items() if name in rest}
@@ -234,7 +234,7 @@ class TestDcp(OnDevice):
         found = {name: there(value) for name, value in empty["model"].items()}
         assert bits(found.pop("half")) == bits(wanted.pop("half").float())
         assert bits(found.pop("t").contiguous()) == bits(wanted.pop("t"))
-        # The memory of what is conjugated holds the conjugates.
+        # The memory of a conjugated tensor has the conjugates.
         assert bits(found.pop("wide")) == bits(wanted.pop("wide").conj())
         assert same(found, wanted)
 
@@ -252,7 +252,7 @@ class TestDcp(OnDevice):
 
 @contextmanager
 def ignored():
-    """Inside, torch's warnings about a single process are ignored."""
+    """Ignore torch's warnings about a single process inside the ``with`` statement."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated")
@@ -261,7 +261,7 @@ def ignored():
 
 @contextmanager
 def captured():
-    """Inside, the current stream of the device is being captured into a graph."""
+    """Capture the current stream of the device into a graph inside the ``with`` statement."""
     if devices.IS_STANDIN:
         with standin.capturing():
             yield
@@ -277,7 +277,7 @@ def captured():
 
 
 class TestCapture(OnDevice):
-    """While a stream is captured, nothing can be copied: the error comes before anything changes."""
+    """While a stream is captured, no copy is possible: the error comes before anything changes."""
 
     def test_saves(self):
         state = {"w": torch.ones(1000, device=DEVICE)}
@@ -302,7 +302,7 @@ class TestCapture(OnDevice):
             for read in (lambda: opened["w"], lambda: opened.tensor("w")[slice(2, 4)]):
                 with raises(RuntimeError, "^open: .*captured"):
                     read()
-            # Other calls may go on.
+            # Other calls are still possible.
             assert fastckpt.load(self.path / "c")["w"].sum() == 1000
         devices.synchronize()
         assert not there(into["w"]).any()

@@ -1,4 +1,4 @@
-"""The site, built once for all tests of this folder, in whatever process they run."""
+"""The site, built once for all tests of this folder, even in several processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory, request):
-    """The directory of the site, as scripts/docs builds it, with what the reference imports imported already."""
+    """The directory of the site that scripts/docs builds, in a process that has imported what the reference needs."""
     if sys.version_info < (3, 11):
         needs.missing("needs CPython 3.11: the tree of the site is a TOML file")
     needs.package("sphinx")
-    # The workers of one run have this directory in common.
+    # The workers of one test run share this directory.
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if shared.name.startswith("popen-") else shared
     built, said = shared / "site", shared / "site.log"

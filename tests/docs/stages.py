@@ -1,11 +1,11 @@
-"""What stands around the programs on the pages: the names that they take from their reader's program."""
+"""The code around the programs on the pages, with the names that these expect from a reader's program."""
 
 from __future__ import annotations
 
-#: What the programs import of torch and of others, once for all.
+#: The modules of torch and others that the programs import; they are imported once.
 IMPORTS = "torch._dynamo,torch.distributed.checkpoint.state_dict,torch.distributed.tensor,omegaconf"
 
-#: Before every program.
+#: The code before every program.
 TRAINING = """
 import inspect, os, signal, warnings
 from pathlib import Path
@@ -31,7 +31,7 @@ def same(one, other):
 before = {"model": {"weight": model.weight.detach().clone()}}
 """
 
-#: Of each page, what is small here for what is large there.
+#: For each page, the small values here that replace the large ones there.
 SMALLER = {
     "docs/distributed.md": {"50_304": "504", "4096": "16", "12_576": "126"},
     "docs/files.md": {"fastckpt:///shared/runs": "fastckpt://runs"},
@@ -57,15 +57,15 @@ torch.distributed.init_process_group = alone
 loader = SimpleNamespace(state_dict=lambda: {"taken": 7})
 """
 
-#: From torch 2.9 on.
+#: This needs torch 2.9 or newer.
 STAGER = """
 if "async_stager" in inspect.signature(dcp.async_save).parameters:
     dcp.async_save(state, checkpoint_id="runs/step-3000", async_stager=fastckpt.dcp.Stager()).result()
     assert same(fastckpt.load("runs/step-3000"), before)
 """
 
-#: Of each page, for each program on it: what comes before it, and what holds after it. Or the test that runs it, which
-#: names the page; or, for a part of a program, that program, which has the names in the part.
+#: For each page and each program on it: the code before it, and the checks after it. Or the test that runs the program,
+#: which names the page; or, for a part of a program, the path of the program, which has the names of the part.
 STAGES: dict[str, list[tuple[str, str] | str]] = {
     "README.md": [("", "assert report.bytes and same(state, before)")],
     "docs/async.md": [
@@ -198,7 +198,7 @@ STAGES: dict[str, list[tuple[str, str] | str]] = {
     ],
 }
 
-#: Pages whose commands are run as well, where they stand, and what holds in the end.
+#: Pages whose commands also run, in their order on the page, and the checks at the end.
 ENDS = {
     "docs/migrate/back.md": """
 import safetensors.torch, torch.distributed.checkpoint as dcp

@@ -1,6 +1,6 @@
 """Every block of code in the documents: programs are run, commands are parsed, data is read.
 
-``text`` marks output, a listing or a synopsis. The page shows it as it shows any other block.
+``text`` marks output, a listing or a synopsis. The page shows such a block like any other block.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PAGES = sorted(
     for pattern in ("*.md", "tui/*.md", "benchmarks/*.md", "docs/**/*.md")
     for page in ROOT.glob(pattern)
 )
-#: Programs of others, whose arguments are theirs.
+#: Programs of other projects, whose arguments are not checked.
 OF_OTHERS = {
     *("cargo", "curl", "docker", "jq", "kubectl", "lfs", "llamafactory-cli", "ls", "maturin", "pip", "pre-commit"),
     *("pytest", "rustup", "source", "srun", "tee", "torchrun", "trl", "vllm", "xargs"),
 }
-#: Pages whose sessions a test compares with new ones; and one whose figures are those of one machine.
+#: Pages with sessions, and the tests that compare these with new ones; one page has figures of a single machine.
 SESSIONS = {"docs/sizing.md": "tests/tools/test_sizing_guide.py", "docs/bench.md": None}
 
 
 def blocks(page):
-    """The blocks of a page: language (None for an indented one), text, line."""
+    """Yield the blocks of a page: language (None for an indented block), text, line."""
     markdown = needs.package("markdown_it").MarkdownIt()
     for token in markdown.parse((ROOT / page).read_text(encoding="utf-8")):
         if token.type in {"fence", "code_block"}:
@@ -42,13 +42,13 @@ def blocks(page):
 
 
 def all_of(*languages):
-    """The blocks of all pages in some languages: page, text, line."""
+    """Return the blocks of all pages in some languages: page, text, line."""
     found = [(page, text, line) for page in PAGES for language, text, line in blocks(page) if language in languages]
     assert found, languages
     return found
 
 
-# -- what kinds there are ----------------------------------------------------------------------------------------------
+# -- kinds of blocks ---------------------------------------------------------------------------------------------------
 
 
 def test_each_block_says_what_it_is():
@@ -91,7 +91,7 @@ def test_sessions_are_compared_by_the_test_that_is_named():
 
 
 def program(page, around):
-    """The parts of a program of all that is on a page, commands of fastckpt where the page is one to run them on."""
+    """Yield the parts of a program from all blocks of a page, with fastckpt's commands if the page is in ``ENDS``."""
     around = iter(around)
     yield stages.TRAINING
     for language, text, _ in blocks(page):
@@ -110,7 +110,7 @@ def program(page, around):
 
 
 def test_programs(tmp_path, monkeypatch):
-    """All in one test, by one process that forks: each import is paid once."""
+    """One test and one process that forks run all programs, so that each import takes time only once."""
     failed = {}
     with zygote.running(env={"FASTCKPT_TEST_IMPORT": stages.IMPORTS, "PYTHONWARNINGS": "ignore"}) as children:
         for page, around in stages.STAGES.items():
@@ -130,7 +130,7 @@ def test_programs(tmp_path, monkeypatch):
 
 
 def commands(text):
-    """The simple commands in the lines of a shell: words, without redirections and what is after a comment."""
+    """Yield the simple commands in lines for a shell as words, without comments."""
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -145,7 +145,7 @@ def commands(text):
 
 
 def wrong(words):
-    """The fault of a command, or None."""
+    """Return the fault of a command, or None."""
     while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] in {"sudo", "time", "-v"}):
         words = words[1:]
     if ">" in words:
@@ -168,7 +168,7 @@ def wrong(words):
 
 
 class Parsed(BaseException):
-    """A command line fits its command. The command itself reports whatever is an ``Exception``."""
+    """A command line fits its command. This is no ``Exception``, because the command would report that."""
 
 
 def parsed(arguments):
@@ -194,7 +194,7 @@ def refused(parse, end=()):
 
 
 def python_command(arguments):
-    """A program of the repository is there, and its text, or that beside it, has the options."""
+    """Return the fault of a Python command, or None: its program must exist, and have the options in or beside it."""
     if arguments[0] in {"-c", "-m"}:
         return None
     file = ROOT / arguments[0]
@@ -202,7 +202,7 @@ def python_command(arguments):
         return None if arguments[0] == "train.py" else "no such program"
     beside = [*file.parent.glob("*.py"), *file.parent.glob("*/*.py")]
     texts = "".join(each.read_text(encoding="utf-8") for each in [file, *beside])
-    # Where a program makes options of its axes, the name alone is there.
+    # If a program makes options from names of axes, its text has only the names.
     named = '"' if 'add_argument(f"--{' in file.read_text(encoding="utf-8") else '"--'
     options = [word.removeprefix("--") for word in arguments[1:] if word.startswith("--")]
     lacking = [option for option in options if f'"--{option}"' not in texts and f'{named}{option}"' not in texts]
@@ -210,7 +210,7 @@ def python_command(arguments):
 
 
 def test_commands(capfd):
-    """Indented blocks, and the lines of sessions."""
+    """Checks commands in indented blocks and in lines of sessions."""
     found = []
     for page, text, line in all_of(None):
         found += [(page, line, words, said) for words in commands(text) if (said := wrong(words))]

@@ -1,4 +1,4 @@
-"""The site in Debian's chromium, from the disk: no error, nothing from elsewhere, for a desk and for a phone."""
+"""The site in Debian's chromium, from the disk: no errors, nothing from elsewhere, on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = {
     "reference": "api/fastckpt.html",
 }
 WIDTHS = {"desk": 1280, "phone": 390}
-#: Bytes of the home page with all that it loads.
+#: The most bytes of the home page with everything that it loads.
 HOME = 300_000
 
 
@@ -29,7 +29,7 @@ def browser():
 
     options = webdriver.ChromeOptions()
     options.binary_location = needs.tool("chromium", "chromium")
-    # No name is looked up, so nothing leaves the machine; chromium's own sandbox refuses root.
+    # No host name is resolved, so nothing leaves the machine. Chromium's own sandbox does not run as root.
     for argument in (
         "--headless=new",
         "--no-sandbox",
@@ -44,7 +44,7 @@ def browser():
 
 
 def view(browser, address, width, scheme="light"):
-    """Open an address, and give the addresses of all that was asked for."""
+    """Open an address, and return the addresses of all requests."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -68,7 +68,7 @@ def wait(browser, script):
 
 
 def keep(browser, name):
-    """A picture for people, in target/site-pictures."""
+    """Save a picture for people in target/site-pictures."""
     folder = ROOT / "target" / "site-pictures"
     folder.mkdir(parents=True, exist_ok=True)
     browser.save_screenshot(str(folder / f"{name}.png"))

@@ -1,4 +1,4 @@
-"""The pictures that explain the idea: as scripts/pages/figures.py draws them, shown, small, and readable."""
+"""The pictures that explain the idea match scripts/pages/figures.py, are shown on pages, and are small and readable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pages import figures
 ROOT = Path(__file__).parents[2]
 FIGURES = figures.files()
 SVG = "{http://www.w3.org/2000/svg}"
-#: Height of letters, and the width of one in a wide font, as parts of the size.
+#: Height of letters, and the width of a letter in a wide font, as parts of the font size.
 TALL, WIDE = 0.75, {"code": 0.602, "bold": 0.62, "": 0.55}
 
 
@@ -45,7 +45,7 @@ def number(element, name):
 
 
 def extent(text):
-    """Left, top, right and bottom of a line of words."""
+    """Return left, top, right and bottom of a line of words."""
     styles = text.get("class").split()
     size = 12 if "small" in styles else 13 if "code" in styles else 14
     (kind,) = [style for style in ("code", "bold") if style in styles][:1] or [""]
@@ -55,7 +55,7 @@ def extent(text):
 
 
 def crowded(svg):
-    """The words that cross the edge of a box or of the picture, and pairs that lie over each other."""
+    """Return the words that cross the edge of a box or of the picture, and pairs of words that overlap."""
     root = ET.fromstring(svg)
     boxes = [[number(box, side) for side in ("x", "y", "width", "height")] for box in root.iter(f"{SVG}rect")]
     texts = [(text.text, extent(text)) for text in root.iter(f"{SVG}text")]
@@ -97,6 +97,6 @@ def brightness(colour):
 @pytest.mark.parametrize("ink", ["ink", "dim"])
 @pytest.mark.parametrize("under", ["ground", "grey", "blue", "green", "amber"])
 def test_words_can_be_read_in_light_and_in_dark(theme, ink, under):
-    """A contrast of 4.5 to 1, as WCAG requires."""
+    """The contrast of words is at least 4.5 to 1, as WCAG requires."""
     dark, bright = sorted(brightness(figures.COLOURS[each][theme]) for each in (ink, under))
     assert (bright + 0.05) / (dark + 0.05) >= 4.5

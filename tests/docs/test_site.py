@@ -12,17 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 #: The attributes by which a page loads files, by tag.
 LOADS = {"img": "src", "script": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
-#: What stands in the head of a page about other pages, and loads nothing.
+#: Relations in the head of a page that name other pages, and load nothing.
 RELATIONS = {"index", "search", "next", "prev", "canonical"}
 
 
 class Page(HTMLParser):
-    """The anchors of a page, its links, what it loads, and its text."""
+    """The anchors of a page, its links, the files that it loads, and its text."""
 
     def __init__(self, file):
         super().__init__()
         self.ids, self.links, self.loads, self.said = set(), [], [], []
-        #: The text of each section by its anchor, with those below it; the open ones.
+        #: The text of each section with its subsections, by anchor; and the anchors of open sections.
         self.sections, self._open = {}, []
         self.feed(file.read_text(encoding="utf-8"))
 
@@ -53,7 +53,7 @@ def pages(site):
 
 
 def broken(file, link, pages):
-    """Why a link of a page leads nowhere, or nothing."""
+    """Return why a link of a page leads nowhere, or None."""
     address = urllib.parse.urlsplit(link)
     if address.scheme or address.netloc:
         return None if address.scheme in {"http", "https"} else f"{file.name}: {link}: what is that?"
@@ -90,7 +90,7 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
 
 
 def test_each_page_says_for_whom_it_is(site, pages):
-    """In its first line, with the page's contents. The reference of a module describes the module."""
+    """The first line of a page names its readers and its contents. The reference of a module describes the module."""
     others = {"genindex.html", "py-modindex.html", "search.html", "code-of-conduct.html"}
     found = [file for file in pages if file.name not in others and file.parent.name not in {"api", "_modules"}]
     assert len(found) > 60
@@ -99,7 +99,7 @@ def test_each_page_says_for_whom_it_is(site, pages):
 
 
 def test_the_questions_that_decide_are_answered(site, pages):
-    """tests/docs/questions.toml has them; "no" is an answer. Each is two clicks from the home page."""
+    """tests/docs/questions.toml has the questions; "no" is an answer. Each answer is two clicks from the home page."""
     import tomllib
 
     questions = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))["question"]
@@ -124,7 +124,7 @@ def test_the_questions_that_decide_are_answered(site, pages):
 
 
 def test_every_public_name_is_in_the_reference(pages):
-    """As tests/api/surface.txt lists them; what a class is made of may stand among its arguments."""
+    """tests/api/surface.txt lists the public names; the fields of a class may be among its documented arguments."""
     anchors = set().union(*(page.ids for file, page in pages.items() if file.parent.name == "api"))
     lacking, module, owner, names = [], "", "", 0
     for line in (ROOT / "tests" / "api" / "surface.txt").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""What ran, and what did not: the page agrees with its data, each row of scripts/matrix is there, runs are kept."""
+"""The page of supported systems agrees with its data, has each row of scripts/matrix, and keeps earlier runs."""
 
 from __future__ import annotations
 

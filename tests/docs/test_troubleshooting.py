@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: every error class is there, and each message that it names is fastckpt's."""
+"""docs/troubleshooting.md has every error class, and fastckpt raises each message that the page names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastckpt import exceptions
 from harness import mounts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-#: Sections that are about no message.
+#: Sections that are not about a message.
 OTHERS = {"By class", "Timeouts to set", "Reporting a bug"}
 STATE = {"w": np.arange(4.0)}
 
@@ -84,7 +84,7 @@ def replaced(path):
 
 
 def silent(path):
-    """A group of two, one of which never arrives."""
+    """Make a group of two ranks, one of which never arrives."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=2)
@@ -104,7 +104,7 @@ def astray(path):
     fastckpt.Manager(path).restore()
 
 
-#: How each message comes about, and its class.
+#: How to cause each message, and its class.
 MESSAGES = {
     "is not a checkpoint of fastckpt": (foreign, exceptions.NotACheckpointError),
     "choose another name": (occupied, FileExistsError),

@@ -1,4 +1,4 @@
-"""The command: see the package."""
+"""The command line; see the docstring of the package."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs rows and mutants, part by part, and keeps the results."""
+"""Runs rows and mutants, part by part, and saves the results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from faults.row import Row
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which a part hangs, which is a finding.
+#: Seconds after which a part counts as hung, which is a finding.
 LONGEST = 3600
 
 
 def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, mutant: str = "") -> dict[str, Any]:
-    """Run a part of a row in a separate process, perhaps with a mutant of the product; the result."""
+    """Run a part of a row in a separate process, perhaps with a mutant of the product; return the result."""
     given = {"tier": tier, "seed": seed, "trials": trials, "most": most}
     with tempfile.TemporaryDirectory(prefix="fastckpt-part-") as folder:
         path = Path(folder, "result")
-        # The tested package is that of this process, except for a mutant.
+        # The part tests the package of this process, or that of the mutant.
         given_paths = [os.environ.get("PYTHONPATH", "")]
         paths = [*([str(mutants.built())] if mutant else []), str(ROOT / "tests"), *filter(None, given_paths)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), mutants.SWITCH: mutant}
@@ -48,7 +48,7 @@ def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, muta
 
 
 def commit() -> str:
-    """The last commit that changed the product, with a plus sign if its sources differ from it."""
+    """Return the last commit that changed the product, with a plus sign if the sources differ from the commit."""
     git, product = ["git", "-C", str(ROOT)], ["--", "python", "rust"]
     name = subprocess.run([*git, "log", "-1", "--format=%h", *product], capture_output=True, text=True, check=False)
     dirty = subprocess.run([*git, "status", "--short", "-uno", *product], capture_output=True, text=True, check=False)
@@ -56,14 +56,14 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The kind of this processor."""
+    """Return the kernel, the architecture and the number of cores of this machine."""
     kernel = ".".join(platform.release().split(".")[:2])
     return f"{platform.system()} {kernel}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 @dataclass
 class Campaign:
-    """A campaign, and the file with its results: parts that are in it are not run again.
+    """A campaign, and the file with its results: parts whose results are in the file are not run again.
 
     Attributes:
         path: the file.
@@ -91,7 +91,7 @@ class Campaign:
         new.replace(self.path)
 
     def run_rows(self, rows: Iterable[Row]) -> int:
-        """Run all missing parts of these rows; returns the number of violations."""
+        """Run all missing parts of these rows; return the number of violations."""
         wrong = 0
         for row in rows:
             parts = self.document["parts"].setdefault(row.name, [])
@@ -108,7 +108,7 @@ class Campaign:
         return wrong
 
     def run_mutants(self, rows: Iterable[Row], names: Iterable[str]) -> int:
-        """Run each mutant against the rows that must catch it; returns how many were not caught."""
+        """Run each mutant against the rows that must catch it; return how many were not caught."""
         missed = 0
         rows = list(rows)
         for name in names:

@@ -15,19 +15,19 @@ from faults.rows import rows
 def main() -> int:
     """Run the requested rows; return 1 if a promise was broken or a mutant was not caught."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.faults", description="Inject faults, and count what is lost."
+        prog="python -m tests.faults", description="Inject faults, and count the lost saves."
     )
     parser.add_argument("--tier", choices=TIERS, default="fast")
-    parser.add_argument("--row", type=int, action="append", help="number of a row; repeat it for several")
-    parser.add_argument("--name", action="append", help="name of a row; repeat it for several")
+    parser.add_argument("--row", type=int, action="append", help="number of a row; repeat for several rows")
+    parser.add_argument("--name", action="append", help="name of a row; repeat for several rows")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, help="the file to continue and to write")
-    parser.add_argument("--list", action="store_true", help="only name the rows")
+    parser.add_argument("--results", type=Path, help="file of results to continue and write")
+    parser.add_argument("--list", action="store_true", help="only list the rows")
     parser.add_argument("--page", action="store_true", help="only write docs/reliability.md from --results")
-    parser.add_argument("--no-rows", action="store_true", help="only the mutants")
-    parser.add_argument("--no-mutants", action="store_true", help="only the rows")
+    parser.add_argument("--no-rows", action="store_true", help="run only the mutants")
+    parser.add_argument("--no-mutants", action="store_true", help="run only the rows")
     options = parser.parse_args()
-    # The default for rows that are tests.
+    # The default warning filter for rows that are tests.
     os.environ.setdefault("PYTHONWARNINGS", "default")
     chosen = [
         row

@@ -1,10 +1,10 @@
 """Groups of ranks that continue after an event: drawn events at drawn entry points.
 
-A trial has a group of two to four processes, which make the same call five times. They meet before each, as in
-training, or do not. At one of the calls something happens: a rank misses it, its state cannot be saved, it is stopped,
-the store of the group is, or its program leaves the manager. Any outcome of that call is allowed and, for ranks that do
-not meet, of the next one. All later calls must succeed on all ranks. If a rank's save returned, the checkpoint must be
-there and belong to one call; if a rank's error says that nothing was committed, nothing may be there.
+A trial has a group of two to four processes, which make the same call five times. Ranks meet before each call, as in
+training, or do not. In one call, an event happens: a rank misses the call, its state cannot be saved, it or the
+group's store is stopped, or its program leaves the manager. Any outcome of that call and, if ranks do not meet, of the
+next call is allowed. All later calls must succeed on all ranks. If a rank's save returned, the checkpoint must be there
+and belong to one call; if a rank's error says that nothing was committed, nothing may be there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastckpt.distributed import Ranks
 from harness import groups, parallel
 
 CALLS = 5
-#: Seconds after which a rank is missed in the call with the event, and in the others.
+#: Timeout in seconds of the call with the event, and of the other calls.
 SHORT, LONG = 1.5, 60.0
 ONE_THREAD = fastckpt.IO(threads=1)
 NOTHING = "nothing was committed"
@@ -49,12 +49,12 @@ class Trial:
         size: the number of ranks.
         entry: the called function.
         event: the event.
-        odd: the rank of the event.
-        at: the call of the event.
+        odd: the rank to which the event happens.
+        at: the number of the call in which the event happens.
         meets: whether ranks meet before each call.
-        store: which process has the store.
-        after: seconds from the beginning of the call until the stop; 0: the call begins with it.
-        still: the seconds of the stop.
+        store: the process that has the store.
+        after: seconds from the start of the call until the stop; 0: the stop comes first.
+        still: the duration of the stop, in seconds.
     """
 
     size: int
@@ -69,27 +69,27 @@ class Trial:
 
     @property
     def free(self) -> list[int]:
-        """The calls that may fail."""
-        # Nothing distinguishes restores: a rank that has missed one is first taken for a late one. And a manager's next
-        # save reports the last one in the background, if that failed after the wait for it: perhaps on one rank only,
-        # for which the others then wait.
+        """Return the numbers of the calls that may fail."""
+        # Restores do not differ, so a rank that missed a restore first counts as late. A manager's next save reports
+        # the failure of the last save in the background, if that failed after the wait: perhaps on one rank only, and
+        # then the other ranks wait for it.
         told_next = (
             self.entry == "manager_without_wait"
             or (self.entry, self.event) == ("restore", "missed")
             or (self.entry == "manager" and (self.event.endswith("still") or self.event == "between"))
         )
         count = 1 if self.meets and not told_next else 2
-        # A short call may have ended by then.
+        # A short call may end before the stop.
         return [*range(self.at, self.at + count + bool(self.after))]
 
     @property
     def short(self) -> list[int]:
-        """The calls with a short timeout."""
+        """Return the numbers of the calls with a short timeout."""
         return self.free if self.entry in MANAGED else [self.at]
 
 
 def state(number, *, bad=False):
-    """A state in which each element shows its call."""
+    """Return a state in which each element shows its call."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.full((64, 100), float(number))
     made = {"w": parallel.distributed(whole, mesh, [Shard(0)]), "b": torch.full((7,), float(number)), "step": number}
@@ -97,7 +97,7 @@ def state(number, *, bad=False):
 
 
 def save_over(path, number):
-    """One save of a rank, over the previous one."""
+    """Save on a rank, over the previous checkpoint."""
     fastckpt.distributed.save(state(number), f"{path}/step", ranks=Ranks(timeout=LONG), io=ONE_THREAD)
 
 
@@ -120,26 +120,26 @@ class Alone:
         getattr(self, self.entry)(number, timeout, bad)
 
     def save(self, number, timeout, bad):
-        """Each save to a separate path."""
+        """Each save has a separate path."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_over(self, number, timeout, bad):
-        """Each save over the previous one."""
+        """Each save replaces the previous checkpoint."""
         fastckpt.distributed.save(
             state(number, bad=bad), f"{self.path}/step", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_async(self, number, timeout, bad):
-        """In the background."""
+        """Saves in the background."""
         given = state(number, bad=bad)
         fastckpt.distributed.save_async(
             given, f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         ).result(LONG)
 
     def dcp_save(self, number, timeout, bad):
-        """By torch's function."""
+        """Saves with torch's function."""
         writer = fastckpt.dcp.Writer(f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         torch_dcp.save(state(number, bad=bad), storage_writer=writer)
 
@@ -152,13 +152,13 @@ class Alone:
         self.compare(into, number)
 
     def load(self, number, timeout, bad):
-        """Each from another path, so that they are distinguishable."""
+        """Each load has a different path, so that the loads are distinguishable."""
         name = "none" if bad else f"there-{number}"
         found = fastckpt.distributed.load(f"{self.path}/{name}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         self.compare(found, number)
 
     def compare(self, found, number):
-        """Check that the loaded state is that of the number."""
+        """Check that the loaded state is the state of this number."""
         if (found["step"], *found["b"].tolist()) != (number, *[float(number)] * 7):
             raise AssertionError(f"{found['step']} in the place of {number}")
 
@@ -179,7 +179,7 @@ class Managed:
             self.manager.wait()
 
     def call(self, number, timeout, bad):
-        """One step of a program."""
+        """Do one step of a program."""
         manager, step = self.manager, number + 1
         manager._ranks._given = Ranks(timeout=timeout)
         if self.entry == "restore":
@@ -202,7 +202,7 @@ EVENTS = ("missed", "between", "bad", "leaves", "rank stands still", "store stan
 
 
 def rank(trial, path):
-    """The work of one rank; returns the outcome of each call."""
+    """Do the work of one rank; return the outcome of each call."""
     told = []
     while len(told) < CALLS:
         try:
@@ -218,7 +218,7 @@ def rank(trial, path):
         except LeftError:
             told.append("left")
         except FAILURES as error:
-            # If another rank has left the manager, these leave it, too.
+            # If another rank has left the manager, this rank also leaves it.
             if trial.event != "leaves":
                 raise
             told.append(f"{type(error).__name__}: {error}")
@@ -256,7 +256,7 @@ def one_life(trial, program, told, path):
 
 
 def wrong_with(trial, told, path):
-    """The fault of the ranks' outcomes or of the checkpoints, or nothing."""
+    """Return the fault of the ranks' outcomes or of the checkpoints, or an empty string."""
     for number in range(CALLS):
         said = [each[number] for each in told]
         wrong = [each for each in said if each != "ok" and not tells_of_an_earlier_save(trial, each, number + 1)]
@@ -296,13 +296,13 @@ def wrong_with(trial, told, path):
 
 
 def tells_of_an_earlier_save(trial, said, step):
-    """Whether a new save has reported an earlier one whose end was not awaited."""
+    """Whether a new save reports an earlier save whose end was not awaited."""
     about = re.match(r"\w+: save: \S*/step-(\d+): ", said)
     return trial.entry == "manager_without_wait" and about is not None and int(about[1]) < step
 
 
 def not_of(path, step):
-    """Why a checkpoint is not that of a step, or nothing."""
+    """Return why a checkpoint does not belong to a step, or an empty string."""
     try:
         found = fastckpt.load(path)
     except (fastckpt.CheckpointError, OSError) as error:
@@ -312,9 +312,9 @@ def not_of(path, step):
 
 
 def drawn(draw):
-    """A trial."""
+    """Draw a trial."""
     entry = draw.choice((*ALONE, *MANAGED))
-    # Ranks of dcp meet in torch's collectives, so no rank can miss a call. All restores are alike.
+    # Ranks of dcp meet in torch's collectives, so no rank can miss a call. All restores are alike, so these ranks meet.
     together = entry.startswith("dcp") or entry == "restore"
     events = [
         each
@@ -338,7 +338,7 @@ def drawn(draw):
 
 
 def wrong_of(forge, trial, path):
-    """One trial; its fault, or nothing."""
+    """Run one trial; return its fault, or an empty string."""
     Path(path).mkdir(parents=True)
     with forge.group(trial.size, store=trial.store) as group:
         group.start(rank, trial, str(path))

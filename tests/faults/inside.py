@@ -1,4 +1,4 @@
-"""One part of a row, in a separate process: ``python -m faults.inside NAME``, with a JSON object of its arguments."""
+"""Runs a part of a row in a separate process: ``python -m faults.inside NAME``, with a JSON object of its arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from faults.rows import rows
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and of those that it has waited for, independent of other load."""
+    """Return the CPU seconds of this process and of the processes that it waited for, whatever the other load."""
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in both)
 
 
 def main() -> int:
-    """Run it and write the result to the file ``to``."""
+    """Run the part and write its result to the file ``to``."""
     name, text = sys.argv[1:]
     given = json.loads(text)
     began = time.monotonic()

@@ -1,23 +1,23 @@
-"""Kills a run within its saves, its removals and its restore, and checks the checkpoints after each kill.
+"""Kills a run during its saves, removals and restores, and checks the checkpoints after each kill.
 
 A child forked for each round restores, saves and removes as fast as it can, with ``keep=1`` or 4, and tells its parent
 when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
-or preempts it: then its current step must be durable. After each kill another child must be able to restore,
-without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent has the oracle,
-the acknowledged step.
+or preempts it, after which the child's current step must be durable. After each kill another child must be able to
+restore, without a warning, the newest acknowledged step or a later one, bit for bit. Only the parent keeps the
+acknowledged step, with which the result is compared.
 
-The states contain the number of the round, which shows their order. In some rounds the child goes back to
-an older step first, with or without removing the newer ones, and begins a branch from there. Once a step of it is
+The states contain the number of the round, which shows their order. In some rounds, the child first goes back to an
+older step, with or without the removal of newer steps, and begins a branch from there. Once a step of it is
 acknowledged, nothing of the abandoned branch may be restored, however high its steps are.
 
 With a remote tier, a directory or the bucket of a server of S3 on loopback, which is not killed and keeps one
 checkpoint, the drain is also a phase. After each kill the remote tier alone must have the newest step that was
 acknowledged as drained, or a later one. A checkpoint that a killed run was about to remove may still be drained, and
-does not count. In one round out of eight the whole local tier is lost: then only drained steps count as
-acknowledged, and the next child fetches the newest.
+does not count. In one round out of eight, the whole local tier is lost: then only drained steps count as acknowledged,
+and the next child fetches the newest of them.
 
-With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, like a
-job, or one of them well before the others, as in the failure of a node.
+With several ranks, each rank is a child, and no child goes back. The children are killed in any order: all at once,
+like a job, or one of them well before the others, as in the failure of a node.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ import numpy as np
 import fastckpt
 from harness import points
 
-#: Imported before any fork, because the first use imports more, which would take each child a fifth of a second.
+#: This is imported before any fork, because the first use imports more modules, a fifth of a second in each child.
 Manager = fastckpt.Manager
 PHASES = ("restore", "rollback", "save", "retention")
 #: The phases of a run with a remote tier: a drain and a fetch.
 FAR = ("drain", "fetch")
-#: The child's messages, with branch and step: a phase begins, all newer checkpoints are about to be removed, or a step
-#: is durable, or durable at the remote tier.
+#: A message of the child, with branch and step: a phase begins, all newer checkpoints are about to be removed, a step
+#: is durable, or a step is durable in the remote tier.
 MESSAGE = struct.Struct("=Bqq")
 KINDS = (*PHASES, *FAR, "discard", "acknowledged", "drained")
-#: The place before the first step.
+#: The place (branch and step) before the first step.
 NOTHING = (0, 0)
-#: In one round out of this many the local tier is lost; there is a preemption; the child goes back.
+#: One round out of this many loses the local tier; has a preemption; goes back to an older step.
 LOST, PREEMPTED, BACK = 8, 6, 3
-#: The longest time from the beginning of a phase to the kill, in seconds; the same for several ranks or with a store;
-#: and from the first kill to the next.
+#: The longest time in seconds from the beginning of a phase to the kill; the same with several ranks or a store; and
+#: the longest time from the first kill to the next.
 LONGEST, LONGEST_OF_MANY, APART = 0.012, 0.1, 0.1
 
 
 def state(branch, step):
-    """Several files, each with its branch and step."""
+    """Return a state of several tensors, each of which shows its branch and step."""
     model = {f"w{index}": np.full(20_000, 1_000_000 * branch + step + index) for index in range(4)}
     return {"model": model, "branch": branch, "step": step}
 
@@ -72,7 +72,7 @@ def tell_of_copies(where, tell, before, after=None, *, branches=False):
             tell(before, NOTHING)
             copied = copy(sources, target, **options)
             if after is not None:
-                # The source may be another save of the step by now.
+                # By now, the source may be another save of the same step.
                 tell(after, (branch_of(target) if branches else 0, step))
             return copied
 
@@ -82,7 +82,7 @@ def tell_of_copies(where, tell, before, after=None, *, branches=False):
 
 
 def branch_of(path):
-    """The branch of a checkpoint."""
+    """Return the branch of a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         return checkpoint.structure["branch"]
 
@@ -94,9 +94,9 @@ class Plan(NamedTuple):
         number: the number of the round.
         keep: the number of checkpoints that its policy keeps.
         asynchronous: whether it saves in the background.
-        fresh: whether nothing was ever acknowledged: traces of a killed upload may then prevent a new run.
-        back: draws the older step to which it goes back, and how; None if it goes on.
-        preempted: whether it answers SIGTERM.
+        fresh: whether nothing was ever acknowledged; traces of a killed upload may then prevent a new run.
+        back: draws the older step to which the child goes back, and how; None if it does not go back.
+        preempted: whether it saves on SIGTERM.
         alone: whether it is the only rank.
     """
 
@@ -161,16 +161,16 @@ def train(directory, remote, tell, plan):
 
 
 def place_of(found):
-    """Branch and step of the restored checkpoint."""
+    """Return the branch and the step of the restored checkpoint."""
     return found.state["branch"], found.step
 
 
 def check(directory, remote, acknowledged, drained):
-    """Restore; returns the fault, or nothing."""
+    """Restore; return the fault, or an empty string."""
     warnings.simplefilter("error")
     wrong = wrong_with(directory, acknowledged, {} if remote is None else {"remote": remote})
     if remote is not None and not wrong:
-        # Alone, as on a node with an empty disk.
+        # The remote tier is restored alone, as on a node with an empty disk.
         wrong = wrong_with(f"{directory}-none", drained, {"remote": remote})
         wrong = wrong and f"{remote}: {wrong}"
     return wrong
@@ -189,11 +189,11 @@ def wrong_with(directory, least, far):
         not np.array_equal(found.state["model"][name], value) for name, value in expected["model"].items()
     ):
         return f"step {place} is not what was saved"
-    # Leftovers of small files are swept after a minute.
+    # Leftovers of small files may stay for a minute before a sweep removes them.
     for each in filter(os.path.isdir, [directory, *far.values()]):
         entries = [name for name in os.listdir(each) if not name.endswith(".new")]  # noqa: PTH208 - names are enough
         if far:
-            # Many steps may wait for a slow remote tier.
+            # Many steps may wait for a slow remote tier, so only hidden entries count.
             entries = [name for name in entries if name.startswith(".")]
         if len(entries) >= 20:
             return f"leftovers pile up: {entries}"
@@ -201,7 +201,7 @@ def wrong_with(directory, least, far):
 
 
 def in_children(work, count=1):
-    """Fork ``count`` times; each child does ``work`` and ends. Returns their pids, and the pipe of their messages."""
+    """Fork ``count`` times; each child does ``work`` and ends. Return their pids, and the pipe of their messages."""
     reading, writing = os.pipe()
     pids = []
     for number in range(count):
@@ -215,7 +215,7 @@ def in_children(work, count=1):
             work(writing, number)
             status = 0
         except BaseException:  # noqa: BLE001 - it ends here whatever it is
-            # A rank that learns of another's death fails.
+            # With several ranks, a rank fails when it learns of the death of another, so its error is not printed.
             if count == 1:
                 traceback.print_exc()
         finally:
@@ -226,21 +226,21 @@ def in_children(work, count=1):
 
 
 class Ranks:
-    """The meeting point of the ranks of each round.
+    """The store in which the ranks of each round meet.
 
     Args:
-        size: how many.
+        size: the number of ranks.
     """
 
     def __init__(self, size):
         self.size = size
         self._rounds = 0
         if size > 1:
-            # In the parent, because it takes a second.
+            # The parent imports torch, because that takes a second.
             from torch import distributed
 
             self._torch = distributed
-            # The store has threads, and a lock of such a thread would stay held in each fork.
+            # The store runs in a child: a lock that one of its threads holds would stay locked in each fork.
             _, pipe = in_children(lambda writing, _: self._keep_store(writing))
             self._port = int.from_bytes(os.read(pipe, 4), "little")
             os.close(pipe)
@@ -261,7 +261,7 @@ class Ranks:
             self._torch.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
 
     def kill(self, pids, seed, how):
-        """Kill all, or signal one to end."""
+        """Kill all ranks, or signal one rank to end."""
         self._rounds += 1
         seed.shuffle(pids)
         apart = seed.choice([0.0, 0.0, APART]) if self.size > 1 else 0.0
@@ -286,7 +286,7 @@ def keep_bucket(writing):
 
 
 def store():
-    """Begin to serve S3, and set the environment variables for it; returns the URL of the run."""
+    """Begin to serve S3, and set the environment variables for it; return the URL of the run."""
     from harness.s3 import BUCKET, environment
 
     _, pipe = in_children(lambda writing, _: keep_bucket(writing))
@@ -296,13 +296,13 @@ def store():
 
 
 def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sure=False):
-    """Train and kill; the newest acknowledged steps, and the newest drained ones, are put into ``known``.
+    """Train and kill; put the newest acknowledged step and the newest drained step into ``known``.
 
-    If a run was about to remove everything newer than a place, the place and the round are put into ``left``.
-    With ``sure`` the kill waits until there is one of each, however slow the machine is.
+    If a run was about to remove everything newer than a place, put the place and the round into ``left``. With
+    ``sure``, kill only when ``known`` has a step of each kind, however slow the machine is.
 
     Returns:
-        Whether it was a preemption.
+        Whether the round ended with a preemption.
     """
     alone = ranks.size == 1
     plan = Plan(
@@ -346,12 +346,12 @@ def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sur
             kind = heard()
             if kind is None:
                 raise RuntimeError("the children ended by themselves")
-            # If there is nothing to fetch, the check reports the loss.
+            # If nothing can be fetched, a save ends the wait, and the check reports the loss.
             after -= kind == phase or (phase, kind) == ("fetch", "save")
         time.sleep(delay)
     finally:
         ranks.kill(pids, seed, signal.SIGTERM if plan.preempted else signal.SIGKILL)
-    # Messages from before their death also count.
+    # Messages that the children sent before their death also count.
     while heard() is not None:
         pass
     os.close(pipe)
@@ -359,7 +359,7 @@ def one_round(number, directory, remote, known, left, phase, seed, ranks, *, sur
 
 
 def awaited(known, remote):
-    """The steps of a run without a kill."""
+    """Return the steps that the run must have reported at the end of a campaign."""
     return [known["acknowledged"]] if remote is None else list(known.values())
 
 
@@ -376,7 +376,7 @@ def campaign(run, remote=None, size=1):
     known = {"acknowledged": NOTHING, "drained": NOTHING}
     draw, ranks, phases, left = run.draw, Ranks(size), [], []
     for number in range(run.trials):
-        # Each phase equally often, in any order.
+        # Each phase is drawn equally often, in any order.
         phases = phases or draw.sample(each, len(each))
         phase = phases.pop()
         lost = remote is not None and (draw.randrange(LOST) == 0 or number == run.trials - 1)

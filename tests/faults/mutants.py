@@ -1,7 +1,7 @@
-"""Mutants: the product with one guard dropped. Each must be caught by the rows that name it, or the campaign fails.
+"""Mutants: the product without one of its guards. The rows that name a mutant must catch it, or the campaign fails.
 
-All of them are in one copy of the sources, built once, and an environment variable chooses one. The copy is in
-``target/`` and is never shipped. If a change of the product moves a patched line, this fails.
+One copy of the sources has all mutants and is built once; an environment variable chooses the mutant. The copy is in
+``target/`` and is never shipped. If a change of the product alters a patched line, making the copy fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pub fn now_and_then(name: &str) -> bool {{
 
 
 class Patch(NamedTuple):
-    """A change of a file: ``old``, which is there once, becomes ``new``, in which ``MUTANT`` is the condition."""
+    """A change of a file: ``old``, which occurs once, becomes ``new``, in which ``MUTANT`` is the condition."""
 
     file: str
     old: str
@@ -164,14 +164,14 @@ MUTANTS = {
 
 
 def question(name: str, file: str) -> str:
-    """The condition in a file that the mutant is chosen."""
+    """Return the code of the condition that the mutant is chosen."""
     if file.endswith(".rs"):
         return f'crate::mutant::on("{name}")'
     return f'(__import__("os").environ.get("{SWITCH}") == "{name}")'
 
 
 def patched() -> dict[str, str]:
-    """The texts in the copy of the files that mutants change.
+    """Return the texts of the patched files of the copy.
 
     Raises:
         AssertionError: a line to patch is missing, or not unique.
@@ -190,7 +190,7 @@ def patched() -> dict[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # Unchanged files keep their times, so that nothing is built twice.
+    # Unchanged files keep their times, so that nothing is built again.
     if not path.exists() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -206,7 +206,7 @@ def _bring(copy: Path) -> None:
             _write(copy / name, changed[name].encode())
         elif (ROOT / name).exists():
             _write(copy / name, (ROOT / name).read_bytes())
-    # Files that the product has removed.
+    # Remove the files that the product no longer has.
     for folder in ("rust", "python"):
         for path in (copy / folder).rglob("*"):
             name = path.relative_to(copy).as_posix()
@@ -215,7 +215,7 @@ def _bring(copy: Path) -> None:
 
 
 def _build(copy: Path, core: Path) -> None:
-    # Quick to build, and fast enough.
+    # This profile is quick to build, and its code is fast enough.
     quick = {"LTO": "off", "CODEGEN_UNITS": "16", "OPT_LEVEL": "2"}
     env = os.environ | {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in quick.items()}
     done = subprocess.run(
@@ -235,10 +235,10 @@ def _build(copy: Path, core: Path) -> None:
 
 @cache
 def built() -> Path:
-    """Make the copy and build it, if that has not been done; the directory of its Python package.
+    """Make and build the copy if it is missing or old; return the directory of its Python package.
 
     Raises:
-        AssertionError: it cannot be built.
+        AssertionError: the copy cannot be built.
     """
     copy = TARGET / "faults" / "mutated"
     copy.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def built() -> Path:
         core, stamp = copy / "python" / "fastckpt" / "_core.abi3.so", copy / ".built"
         sources = sorted([*copy.glob("rust/**/*.rs"), *copy.glob("**/Cargo.*")])
         now = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
-        # Cargo would rebuild if only its environment differs.
+        # Without this stamp, Cargo would rebuild whenever its environment differs.
         if not core.exists() or not stamp.exists() or stamp.read_text(encoding="ascii") != now:
             _build(copy, core)
             stamp.write_text(now, encoding="ascii")

@@ -1,4 +1,4 @@
-"""Rows that are tests of the gate: pytest runs them, and they are counted."""
+"""Rows that are tests of the gate: pytest runs these tests, and the campaign counts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple[str, ...] = ()) -> None:
-    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or one."""
+    """Run all trials of the tests, perhaps under another program. A test counts as its property ``trials``, or as 1."""
     report = run.place / "report.xml"
     command = [*under, sys.executable, "-m", "pytest", "-q", "-x" if run.most == 1 else "--maxfail=10"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
@@ -39,5 +39,5 @@ def run(tests: tuple[str, ...], options: tuple[str, ...], run: Run, under: tuple
 
 
 def row(tests: tuple[str, ...], *options: str) -> dict[str, Any]:
-    """The arguments of a :class:`Row` for these tests. Their number is the same in each tier."""
+    """Return the arguments of a :class:`Row` for these tests. Each tier has the same number of trials."""
     return {"run": partial(run, tests, options), "tests": tests, "fast": 1, "nightly": 1}

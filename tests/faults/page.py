@@ -1,4 +1,4 @@
-"""docs/reliability.md, from docs/reliability.json: the result of a campaign."""
+"""Makes docs/reliability.md from docs/reliability.json, the results of campaigns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ commit is the last one that changed the product before the run.
 
 
 def write(source: Path, data: Path = DATA) -> None:
-    """Take over the results of a campaign, row by row, and write the page."""
+    """Add the results of a campaign to the data, row by row, and write the page."""
     document = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {"rows": {}, "mutants": {}}
     found = json.loads(source.read_text(encoding="utf-8"))
     about = {name: found[name] for name in ("date", "commit", "tier", "machine")}
@@ -49,7 +49,7 @@ def write(source: Path, data: Path = DATA) -> None:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     made = [_HEAD, "## Promises", "", "| | promise | fault | trials | violations | violation rate |"]
     made.append("|---:|---|---|---:|---:|---|")
     for row in rows().values():

@@ -1,4 +1,4 @@
-"""A scene is played in a separate process, which may fail: its reports before, and its end."""
+"""Plays a scene in a separate process, which may fail, and returns its reports and its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
 
 MESSAGE = struct.Struct("=cq")
-#: A process that has not ended after these seconds hangs. If a server reports everything as stale, each look at a
+#: A process that runs longer than these seconds hangs. If a server reports everything as stale, each read of a
 #: checkpoint waits for 30 s.
 LONGEST = 300.0
 
@@ -34,9 +34,9 @@ class Played:
     Attributes:
         begun: the newest save that began.
         acknowledged: the newest acknowledged save.
-        failure: the program's exception: ``kinds``, ``errno``, ``filename``, ``text``, ``trace``; empty without one.
-        ended: another bad end.
-        struck: whether the strike came before its end.
+        failure: the program's exception as ``kinds``, ``errno``, ``filename``, ``text``, ``trace``; empty without one.
+        ended: a description of another bad end, or an empty string.
+        struck: whether ``strike`` was called before the end.
     """
 
     begun: int = 0
@@ -82,20 +82,20 @@ def play(
     strike: Callable[[], None] | None = None,
     after: float = 0.0,
 ) -> Played:
-    """Have a child play the scene. After each report it waits until ``heard`` has returned.
+    """Have a child play the scene. After each report, the child waits until ``heard`` has returned.
 
     Args:
         scene: the scene.
         point: the directory of the scene.
         heard: called with ``begun N`` and ``acknowledged N``.
-        before: called first, in the child.
-        strike: called here, once, unless the child has ended by then.
-        after: the seconds before ``strike``.
+        before: called in the child, before the scene.
+        strike: called once in this process, unless the child has ended by then.
+        after: seconds from the start until ``strike`` is called.
     """
     (told, telling), (going, go_on), (why, failing) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        # Closed, so that the child ends with its parent.
+        # The child closes these ends, so that it ends with its parent.
         for each in (told, go_on, why):
             os.close(each)
         status = _child(scene, point, before, telling, going, failing)
@@ -134,9 +134,9 @@ def play(
 
 
 def there(scene: Scene, point: Path, begun: int, acknowledged: int, *, swept: bool) -> str:
-    """The fault of the checkpoints, or nothing; ``swept``: also make the next save."""
+    """Return the fault of the checkpoints, or an empty string; ``swept``: also make the next save."""
     try:
         return scene.wrong(point, begun, acknowledged) or (sweeps(point) if swept else "")
     except Exception as error:  # noqa: BLE001 - whatever is raised was not promised
-        # Only its text: its traceback refers to open files there.
+        # Keep only the text: the traceback refers to open files of the mount.
         return f"{type(error).__name__}: {error}"

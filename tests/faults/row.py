@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIERS = ("fast", "nightly")
-#: The detail of a run that counts the distinct states among those that its trials have drawn.
+#: The name of the detail that counts the distinct states among all states that a run drew.
 DISTINCT = "states that differ"
 
 
 class EnoughError(Exception):
-    """There were so many violations that more trials would add nothing."""
+    """A part has so many violations that more trials would add nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Row:
 
     Attributes:
         number: the number of the promise in the table.
-        name: the unique name of the row.
-        promise: the promise, in a sentence.
+        name: the name of the row, which is unique.
+        promise: the promise, as a sentence.
         fault: the injected fault.
         control: the proof that the fault happens, and that the trial would notice a violation.
         run: the function that makes the trials of a :class:`Run`.
         fast: the number of trials of the fast tier.
         nightly: the number of trials of the nightly tier, which are made in parts.
-        part: the trials of a part, which a stopped campaign repeats.
+        part: the number of trials of a part; a resumed campaign repeats a part that was interrupted.
         mutants: the mutants that the row must catch.
-        tried: the trials within which a mutant must be caught.
+        tried: the number of trials within which a mutant must be caught.
         root: whether the trials need root.
-        tests: the test files of the row, with names after ``::``. The gate also runs them separately.
+        tests: the test files of the row, with names after ``::``. The gate runs these tests, too.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Row:
     tests: tuple[str, ...] = ()
 
     def parts(self, tier: str) -> list[int]:
-        """The trials of each part."""
+        """Return the number of trials of each part."""
         trials = self.fast if tier == "fast" else self.nightly
         size = self.part or trials or 1
         return [min(size, trials - at) for at in range(0, trials, size)]
@@ -64,14 +64,14 @@ class Row:
 
 @dataclass
 class Run:
-    """A part of a row under way.
+    """A part of a row while it runs.
 
     Attributes:
-        tier: which one.
+        tier: the tier of trials.
         seed: the seed of all draws.
         trials: the number of trials.
         place: an empty directory.
-        most: the number of violations after which it ends.
+        most: the number of violations after which the part ends.
     """
 
     tier: str
@@ -86,14 +86,14 @@ class Run:
 
     @property
     def draw(self) -> random.Random:
-        """A new source of draws, determined by the seed."""
+        """Return a new random generator, determined by the seed."""
         return random.Random(self.seed)
 
     def done(self, wrong: str = "", trials: int = 1) -> None:
-        """Count a trial; ``wrong``: its finding.
+        """Count a trial; ``wrong`` is its violation, or an empty string.
 
         Raises:
-            EnoughError: that was the last allowed violation.
+            EnoughError: this is the last allowed violation.
         """
         self.made += trials
         if wrong:
@@ -106,5 +106,5 @@ class Run:
             print(f"    {self.made} of {self.trials} trials", file=sys.stderr, flush=True)
 
     def count(self, what: str, number: float = 1) -> None:
-        """Add to a detail of the result."""
+        """Add a number to a detail of the result."""
         self.details[what] = self.details.get(what, 0) + number

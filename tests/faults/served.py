@@ -1,4 +1,4 @@
-"""A mount that a process of the tests serves, with requests in lines of JSON."""
+"""A mount that a separate process serves, and that takes requests as lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TESTS = Path(__file__).parents[1]
 
 
 class Mount:
-    """The mount, for many programs.
+    """The mount, which serves many programs.
 
     Args:
-        point: where.
+        point: the mount point.
         module: the serving module; it prints ``mounted``, and answers each line.
     """
 
@@ -36,7 +36,7 @@ class Mount:
             raise AssertionError("cannot mount: this needs root and /dev/fuse")
 
     def ask(self, **request: Any) -> Any:
-        """Send a request; see the module that serves it."""
+        """Send a request; the serving module describes the requests."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -44,7 +44,7 @@ class Mount:
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        """Unmount it. Containers that were made meanwhile may still have the mount, and would keep the process."""
+        """Unmount it, and end the process: containers that were made meanwhile may still have the mount."""
         subprocess.run(["umount", "-l", self.point], capture_output=True, check=False)
         with self.process:
             self.process.kill()

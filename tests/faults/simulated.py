@@ -1,17 +1,17 @@
-"""The whole stack on a simulated disk: programs and power cuts drawn by seeds, a hundred thousand states an hour.
+"""Runs the whole stack on a simulated disk: seeds draw programs and power cuts, a hundred thousand states an hour.
 
     python -m tests.faults.simulated_command --states 1000000 --seed 1 --results target/faults/simulated.json
 
-The product itself runs, from the Manager and the commit of ranks down to io_uring, on a mount that records each
-operation in order (``simulated_mount.py``). The record is replayed into a model of a disk that promises no more
-than POSIX (``simulated_disk.py``), and at each point of it power cuts are drawn. The product reads the resulting states
-and saves over them (``simulated_reader.py``). So test code replaces no product code, no interface differs from the
-kernel's, and a missing sync is a deletion in a record (``simulated_mutants.py``). Time plays no role:
-no tested promise depends on it.
+The real product runs, from the Manager and the commit of ranks down to io_uring, on a mount that records each operation
+in order (``simulated_mount.py``). The record is replayed into a model of a disk that promises no more than POSIX
+(``simulated_disk.py``), and at each point of it power cuts are drawn. The product reads the resulting states and saves
+over them (``simulated_reader.py``). So no test code replaces product code, all interfaces are the kernel's, and a
+mutant with a missing sync is a record without that sync (``simulated_mutants.py``). Time does not matter: no tested
+promise depends on it.
 
-A program, its record up to the schedule of its threads, and its states are functions of the seed. The record of a
-program that broke a promise is kept beside the results, and ``--record`` tries it again. A stopped command continues
-where it stopped.
+The seed determines a program, its states and, except for the schedule of its threads, its record. The record of a
+program that broke a promise is kept beside the results, and ``--record`` tries that record again. A stopped command
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
     from faults.simulated_reader import Reader
 
-#: One out of this many states is not only read but saved over.
+#: One out of this many states is not only read: the program also saves over it.
 GO_ON = 8
 #: One out of this many programs has several ranks.
 RANKS = 8
-#: The rules under which names last in the order in which they were made: then no leftovers may stay.
+#: The rules under which changes of names last in their order: then no leftovers may remain.
 IN_ORDER = ("ordered", "all", "none")
 
 
 class Stage:
-    """The place of programs: a mount, and processes to fork from."""
+    """The place where programs run: a mount, and processes to fork from."""
 
     def __init__(self, mount: Mount, alone: zygote.Zygote, place: Path) -> None:
         self.mount, self.alone, self.place = mount, alone, place
@@ -98,7 +98,7 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(*, ranks: bool = False) -> Iterator[Stage]:
-    """A place for programs, and one in memory for reading their states."""
+    """A place where programs run, and a place in memory where their states are read."""
     with (
         tempfile.TemporaryDirectory(prefix="fastckpt-simulated-", dir="/dev/shm") as name,
         contextlib.ExitStack() as all_,
@@ -119,10 +119,10 @@ class Tally:
     """The findings in the states of a program.
 
     Attributes:
-        drawn: power cuts.
-        states: states that differ from one another.
+        drawn: the number of power cuts.
+        states: the number of distinct states.
         over: the number of states that were saved over.
-        wrong: the violations: the operation before the cut, the rule, and the finding.
+        wrong: the violations, as the operation before the cut, the rule, and the finding.
     """
 
     drawn: int = 0
@@ -175,7 +175,7 @@ def explore(
 
 
 def _points(record: list[Any], wanted: int, draw: random.Random) -> Counter[int]:
-    """How often to cut after each operation: more often if more may be lost, and around renames and marks."""
+    """Return how often to cut after each operation: more often if more may be lost, and around renames and marks."""
     disk, weights = Disk(), []
     for operation in record:
         if not isinstance(operation, Mark):
@@ -186,13 +186,13 @@ def _points(record: list[Any], wanted: int, draw: random.Random) -> Counter[int]
 
 
 def program_of(seed: str) -> dict[str, Any]:
-    """The program of a seed; some have several ranks."""
+    """Return the program of a seed; some programs have several ranks."""
     number = int(seed.rpartition("-")[2])
     return draw_program(seed, ranks=number % RANKS == RANKS - 1)
 
 
 def attempt(stage: Stage, reader: Reader, seed: str, wanted: int) -> tuple[dict[str, Any], list[Any], Tally]:
-    """The program of a seed, its record, and the findings of its power cuts."""
+    """Return the program of a seed, its record, and the findings of its power cuts."""
     program, record = program_of(seed), []
     try:
         record = stage.record(program, seed)

@@ -29,7 +29,7 @@ from faults.rows.r04_simulated import NAME  # noqa: E402
 from faults.simulated_mutants import MUTANTS, Catcher  # noqa: E402
 from faults.simulated_reader import Reader  # noqa: E402
 
-#: Programs that one process runs before it reports; one of them has ranks.
+#: The programs that one process runs before it reports; one of these programs has ranks.
 BLOCK = simulated.RANKS
 
 
@@ -55,7 +55,7 @@ def block_of(stage: simulated.Stage, seed: int, number: int, states: int, keep: 
 
 
 def work(seed: int, states: int, keep: Path) -> int:
-    """One process of a campaign: it reads numbers of blocks, and answers with the findings."""
+    """Serve as one process of a campaign: read numbers of blocks, and print the findings of each."""
     with simulated.stage(ranks=True) as stage:
         for line in sys.stdin:
             print(json.dumps(block_of(stage, seed, int(line), states, keep)), flush=True)
@@ -63,7 +63,7 @@ def work(seed: int, states: int, keep: Path) -> int:
 
 
 class Campaign:
-    """Blocks of programs, and the file with the findings of each: blocks in it are not run again."""
+    """Blocks of programs, and the file with their findings: blocks in the file are not run again."""
 
     def __init__(self, path: Path, seed: int, each: int) -> None:
         self.path = path
@@ -71,10 +71,10 @@ class Campaign:
         if path.exists():
             self.found = json.loads(path.read_text(encoding="utf-8"))
             if (self.found["seed"], self.found["states of a program"]) != (seed, each):
-                raise SystemExit(f"{path} is of another campaign: give its seed and --each, or another path")
+                raise SystemExit(f"{path} is of another campaign: pass its seed and --each, or another path")
 
     def total(self, what: str) -> int:
-        """The sum over all blocks."""
+        """Return the sum over all blocks."""
         return sum(block[what] for block in self.found["blocks"].values())
 
     def write(self) -> None:
@@ -91,7 +91,7 @@ class Campaign:
             "date": datetime.now(timezone.utc).date().isoformat(),
             "commit": commit(),
             "machine": machine(),
-            # In the form of a campaign of all rows, for the page.
+            # The page reads this form, which is that of a campaign of all rows.
             "tier": "nightly",
             "parts": {NAME: [part]},
             "mutants": {},
@@ -104,7 +104,7 @@ class Campaign:
         new.replace(self.path)
 
     def run(self, states: int, workers: int, seconds: float) -> int:
-        """Run up to a number of states or a time; return 1 if a promise was broken."""
+        """Run until a number of states or a time is reached; return 1 if a promise was broken."""
         end, keep = time.monotonic() + seconds, self.path.parent
         given = ["--seed", str(self.found["seed"]), "--each", str(self.found["states of a program"])]
         command = [sys.executable, "-m", "faults.simulated_command", "--inside", *given, "--results", str(keep)]
@@ -145,7 +145,7 @@ def _answering(processes: list[Any]) -> list[Any]:
 
 
 def mutants(seed: int) -> int:
-    """Try each mutant until it is caught; return 1 if one is not."""
+    """Try each mutant until it is caught; return 1 if a mutant is not caught."""
     missed = 0
     with simulated.stage() as stage:
         catcher = Catcher(stage, seed)
@@ -157,7 +157,7 @@ def mutants(seed: int) -> int:
 
 
 def again(path: Path, states: int) -> int:
-    """Try a kept record once more, and print where it breaks."""
+    """Try a kept record again, and print where it breaks a promise."""
     name, program, record = pickle.loads(path.read_bytes())
     print(json.dumps(program))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
@@ -171,10 +171,10 @@ def main() -> int:
     """Run the requested command."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.simulated_command")
     parser.add_argument("--states", type=int, default=1_000_000, help="power cuts to draw")
-    parser.add_argument("--each", type=int, default=600, help="of each program")
+    parser.add_argument("--each", type=int, default=600, help="power cuts of each program")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--hours", type=float, default=24.0, help="the longest that it may take")
+    parser.add_argument("--hours", type=float, default=24.0, help="maximum time in hours")
     parser.add_argument("--results", type=Path, default=TESTS.parent / "target" / "faults" / "simulated.json")
     parser.add_argument("--mutants", action="store_true", help="try the mutants")
     parser.add_argument("--record", type=Path, help="try the record of a violation again")

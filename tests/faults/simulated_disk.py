@@ -1,13 +1,13 @@
 """A disk as weak as POSIX permits: the possible results of a power cut after recorded operations.
 
-Only synced data is sure to last. A sync of a file covers its current bytes and length, and not its name;
-a sync of a directory covers the names in it, and no file. Anything that is not covered may be lost separately and in
-any order: each page of 4 KiB of each write, each change of a length, each change of names. These rules still hold: a
-rename or an exchange is whole or lost; a change of a name does not last without the previous change of that name; a
-directory has one name. Names of files change independently of one another, because no rule forbids it.
+Only synced data is sure to last. A sync of a file covers the file's current bytes and length, but not its name; a sync
+of a directory covers the names in it, but no file. Any change that no sync covers may be lost separately and in any
+order: each page of 4 KiB of each write, each change of a length, each change of names. These rules still hold: a rename
+or an exchange is whole or lost; a change of a name does not last without the previous change of that name; a directory
+has one name. Names of files change independently of one another, because no rule forbids it.
 
-A :class:`Disk` takes operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the contents
-that the machine would find after a cut.
+A :class:`Disk` applies operations one by one. :meth:`Disk.crash` draws a :class:`State`: the directories and the
+contents that the machine would find after a cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = 1
 #: The unit that a device writes whole or not at all.
 PAGE = 4096
-#: How a state is drawn: each rule for unsynced changes, and its frequency.
+#: The rules for unsynced changes, by one of which a state is drawn, and their frequencies.
 MODES = {"any": 6, "ordered": 3, "all but one": 4, "one alone": 2, "none": 1, "all": 1}
 #: The odds that an unsynced change lasts, drawn once per state.
 ODDS = (0.1, 0.5, 0.9)
@@ -52,7 +52,7 @@ class Size(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names change, all at once: directory, name, and the node that has the name from now on (0: none)."""
+    """Names change, all at once. Each change: directory, name, and the node that then has the name (0: none)."""
 
     changes: tuple[tuple[int, str, int], ...]
 
@@ -64,7 +64,7 @@ class Sync(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark of the program at this moment."""
+    """The program sets a mark."""
 
     said: dict[str, Any]
 
@@ -78,13 +78,13 @@ class Reboot(NamedTuple):
 
 @dataclass
 class File:
-    """A file: the bytes that last, and the changes that may not."""
+    """A file: the bytes that last, and the changes that may be lost."""
 
     base: bytes = b""
     pending: list[Write | Size] = field(default_factory=list)
 
     def content(self, kept: Iterable[int]) -> bytes:
-        """The bytes if these changes last."""
+        """Return the bytes if these changes last."""
         data = bytearray(self.base)
         for number in kept:
             change = self.pending[number]
@@ -99,14 +99,14 @@ class File:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of names that may not last, and the changes on which it depends."""
+    """A change of names that may be lost, and the changes on which it depends."""
 
     changes: tuple[tuple[int, str, int], ...]
     needs: frozenset[int]
 
 
 class State(NamedTuple):
-    """A machine's findings: by path the content of each file, None for a directory."""
+    """The files and directories that a machine finds after a cut, by path: contents of files, None for directories."""
 
     tree: dict[str, bytes | None]
     files: dict[int, bytes]
@@ -114,7 +114,7 @@ class State(NamedTuple):
 
 
 class Disk:
-    """Takes operations, and draws the results of a power cut."""
+    """Applies operations, and draws the results of a power cut."""
 
     def __init__(self) -> None:
         self.files: dict[int, File] = {}
@@ -123,7 +123,7 @@ class Disk:
         self._number = 0
 
     def apply(self, operation: Any) -> None:
-        """Take an operation."""
+        """Apply an operation."""
         if isinstance(operation, Write):
             self._write(operation)
         elif isinstance(operation, Names):
@@ -185,7 +185,7 @@ class Disk:
 
     @property
     def unsynced(self) -> int:
-        """How many changes may be lost."""
+        """Return how many changes may be lost."""
         return len(self.names) + sum(len(file.pending) for file in self.files.values())
 
     def crash(self, draw: random.Random, mode: str = "") -> State:
@@ -224,7 +224,7 @@ class Disk:
             tree[below] = files[inner]
 
     def _kept(self, draw: random.Random, mode: str) -> tuple[list[int], dict[int, list[int]]]:
-        """The lasting changes of names, and of each file."""
+        """Return the lasting changes of names, and of each file."""
         pending = {node: len(file.pending) for node, file in self.files.items() if file.pending}
         whole = {node: list(range(count)) for node, count in pending.items()}
         if mode == "all":
@@ -241,7 +241,7 @@ class Disk:
             for number, change in self.names.items():
                 if draw.random() < likely and all(need in kept or need not in self.names for need in change.needs):
                     kept.append(number)
-        # Some files as a whole, others page by page.
+        # Some files last or are lost as a whole, others page by page.
         likely = draw.choice(ODDS)
         parts = {
             node: [one for one in numbers if draw.random() < likely] if draw.random() < 0.5 else numbers
@@ -253,7 +253,7 @@ class Disk:
     def _one(
         self, draw: random.Random, whole: dict[int, list[int]], *, lost: bool
     ) -> tuple[list[int], dict[int, list[int]]]:
-        """All unsynced changes except one and those that depend on it; or that one alone."""
+        """Keep all unsynced changes except one and those that depend on it, or keep that one alone."""
         things = [*self.names, *(-node for node in whole)]
         if not things:
             return [], {}

@@ -1,12 +1,12 @@
-"""A mount that records its requests, below the page cache: the order of all operations, with their bytes.
+"""A mount that records all operations below the page cache, in their order and with their bytes.
 
-``python -m faults.simulated_mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. A program adds marks
-to the record by looking up ``.mark.`` and JSON in the mount's own directory, which never exists. Each line of standard
-input is a request in JSON, and is answered by a line:
+``python -m faults.simulated_mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. To add a mark to the
+record, a program looks up a name that never exists, ``.mark.`` and JSON, in the root of the mount. Each line of
+standard input is a request in JSON, and gets one line as an answer:
 
-- ``{"kill": [PIDS], "at": N}``: kill these processes after ``N`` more operations that change anything.
+- ``{"kill": [PIDS], "at": N}``: kill these processes after ``N`` more operations that change something.
 - ``{"reset": true}``: forget everything; no process may have anything open here.
-- ``{"reboot": SEED}``: cut the power, and go on from the resulting state; no process may have anything open here.
+- ``{"reboot": SEED}``: cut the power, and continue from the resulting state; no process may have anything open here.
 - ``{"exchange": false}``: refuse to exchange names, as most network file systems do.
 - ``{"record": PATH}``: write the record so far.
 """
@@ -41,7 +41,7 @@ def mark(point: str, **said: Any) -> None:
     """Add a mark to the record of the mount at ``point``."""
     text = json.dumps(said, separators=(",", ":"))
     if os.path.lexists(f"{point}/{MARK}{text}"):
-        raise AssertionError(f"{point} is no such mount")
+        raise AssertionError(f"{point} is not a mount that records")
 
 
 class Recorder(in_memory.Tree):
@@ -95,7 +95,7 @@ class Recorder(in_memory.Tree):
     def rename(self, number: int, body: memoryview) -> bytes:
         there, flags, _ = struct.unpack_from("<QII", body)
         if flags & ~(NO_REPLACE | EXCHANGE) or not self.exchanges:
-            raise OSError(errno.EINVAL, "these flags are not known here")
+            raise OSError(errno.EINVAL, "these flags are not supported here")
         old, new = bytes(body[16:]).rstrip(b"\0").split(b"\0")
         if flags & EXCHANGE:
             one, other = self.child(number, old), self.child(there, new)
@@ -158,7 +158,7 @@ class Recorder(in_memory.Tree):
         return len(self.record)
 
     def reboot(self, seed: int) -> None:
-        """Go on from the state after a power cut."""
+        """Continue from the state after a power cut."""
         left = self.disk.crash(random.Random(seed))
         self.note(Reboot(left.files, left.folders))
         self.go_on_with(left.files, left.folders)
@@ -170,7 +170,7 @@ class Recorder(in_memory.Tree):
         for number, names in folders.items():
             for name, inner in names.items():
                 kind = stat.S_IFREG | 0o644 if inner in files else stat.S_IFDIR | 0o755
-                # It may be forgotten after its removal.
+                # The mount may have forgotten a node that was removed.
                 node = self.nodes.setdefault(inner, in_memory.Node(inner, kind, name))
                 self.nodes[number].children[name.encode()] = node
                 node.links += 1

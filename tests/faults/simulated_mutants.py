@@ -1,7 +1,7 @@
 """Records of faulty programs: each mutant is exactly one mistake in a record.
 
-A missing sync is a deletion, a wrong order is a change of order, and a premature acknowledgement
-is moved. A mutant that has nothing to change in a record returns None.
+For a missing sync, a mutant deletes the sync; for a wrong order or a premature acknowledgement, it moves an entry. A
+mutant that finds nothing to change in a record returns None.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Record = list[Any]
 
 
 class Places:
-    """The names of the nodes at each operation of a record."""
+    """Finds the names of nodes at each operation of a record."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        #: By operation, for a sync: directory and name of the synced node.
+        #: For each operation that is a sync: directory and name of the synced node.
         self.synced: dict[int, tuple[int, str]] = {}
         #: Operations that give a checkpoint, or a file, its name: directory and node.
         self.published: dict[int, tuple[int, int]] = {}
@@ -51,15 +51,15 @@ class Places:
                         self.files[node] = folder
 
     def without(self, dropped: set[int]) -> Record | None:
-        """The record without these operations."""
+        """Return the record without these operations."""
         return [each for at, each in enumerate(self.record) if at not in dropped] if dropped else None
 
     def syncs(self, fits: Callable[[str], bool]) -> set[int]:
-        """The syncs of nodes of this name."""
+        """Return the syncs of nodes whose names fit."""
         return {at for at, (_, name) in self.synced.items() if fits(name)}
 
     def next_sync(self, at: int, folder: int) -> int | None:
-        """The first sync of a directory after an operation, before the next mark."""
+        """Return the first sync of a directory after an operation and before the next mark."""
         for later in range(at + 1, len(self.record)):
             if isinstance(self.record[later], Mark):
                 return None
@@ -90,7 +90,7 @@ def _parent(places: Places, _: random.Random) -> Record | None:
 
 
 def _above(places: Places, _: random.Random) -> Record | None:
-    """The directories above the checkpoint, whose names are synced as each is made."""
+    """Delete the syncs that make the names of new directories above the checkpoint durable."""
     dropped = set()
     for at, operation in enumerate(places.record[:-2]):
         if isinstance(operation, Make) and operation.folder and isinstance(places.record[at + 1], Names):
@@ -102,7 +102,7 @@ def _above(places: Places, _: random.Random) -> Record | None:
 
 
 def _pin(places: Places, _: random.Random) -> Record | None:
-    """The directory in which a pin is set."""
+    """Delete the sync of the directory in which a pin is set."""
     dropped = set()
     for at, operation in enumerate(places.record):
         if isinstance(operation, Names) and operation.changes[0][1].endswith(".pin") and operation.changes[0][2]:
@@ -111,7 +111,7 @@ def _pin(places: Places, _: random.Random) -> Record | None:
 
 
 def _before_two_renames(places: Places, _: random.Random) -> Record | None:
-    """The sync after which the old checkpoint is moved aside, where names cannot be exchanged."""
+    """Delete the sync after which the old checkpoint is moved aside if names cannot be exchanged."""
     dropped = set()
     for at, operation in enumerate(places.record):
         if isinstance(operation, Names) and any(".old-" in name and node for _, name, node in operation.changes):
@@ -120,13 +120,13 @@ def _before_two_renames(places: Places, _: random.Random) -> Record | None:
 
 
 def _rename_first(places: Places, _: random.Random) -> Record | None:
-    """A checkpoint has its name before its files are synced."""
+    """Give a checkpoint its name before its files are synced."""
     record, moved = list(places.record), False
     for at, (folder, node) in sorted(places.published.items()):
         inside = [one for one in places.synced if one < at and places.files.get(places.record[one].node) == node]
         if not inside:
             continue
-        # In two renames, the first one goes with it.
+        # If the save needs two renames, move the first one, too.
         before = at - 1 if isinstance(record[at - 1], Names) and record[at - 1].changes[0][0] == folder else at
         first = min(one for one in inside if one > _begin(places.record, at))
         record[first : at + 1] = [*record[before : at + 1], *record[first:before]]
@@ -139,7 +139,7 @@ def _begin(record: Record, at: int) -> int:
 
 
 def _remove_first(places: Places, _: random.Random) -> Record | None:
-    """A replaced or unwanted checkpoint is removed before the new one is durable."""
+    """Remove a replaced or unwanted checkpoint before the new one is durable."""
     record: Record = []
     held: dict[int, Any] = {}
     publishing = -1
@@ -158,7 +158,7 @@ def _remove_first(places: Places, _: random.Random) -> Record | None:
 
 
 def _early(places: Places, _: random.Random) -> Record | None:
-    """A save is acknowledged once it has its name, before the name is durable."""
+    """Acknowledge a save once it has its name, before the name is durable."""
     record, last, moved = [], -1, False
     for at, operation in enumerate(places.record):
         if isinstance(operation, Mark) and operation.said["event"] == "ack" and last >= 0:
@@ -171,7 +171,7 @@ def _early(places: Places, _: random.Random) -> Record | None:
     return record if moved else None
 
 
-#: By name, the mistake, and the kinds of programs in which it shows.
+#: By name: the mistake, and the kinds of programs that reveal it.
 MUTANTS: dict[str, tuple[Callable[[Places, random.Random], Record | None], tuple[str, ...]]] = {
     "one shard is not synced": (_one_shard, ("saves", "base", "manager", "copy")),
     "the manifest is not synced": (_named("fastckpt.json"), ("saves", "base", "manager")),
@@ -190,20 +190,20 @@ MUTANTS: dict[str, tuple[Callable[[Places, random.Random], Record | None], tuple
 
 
 def mutate(name: str, record: Record, seed: str) -> Record | None:
-    """A record with one mistake, or None if it has no place for it."""
+    """Return the record with one mistake, or None if the record has no place for it."""
     return MUTANTS[name][0](Places(record), random.Random(f"{seed} {name}"))
 
 
 class Catcher:
-    """Looks for a program that a mutant breaks; the records are shared by all mutants.
+    """Searches for a program that a mutant breaks; all mutants share the records.
 
     Args:
-        stage: the place of the programs.
+        stage: the place where the programs run.
         seed: the seed of the programs.
         states: the power cuts of each program.
     """
 
-    #: Programs in which a mutant must be caught.
+    #: The number of programs within which a mutant must be caught.
     TRIES = 30
 
     def __init__(self, stage: Stage, seed: int, states: int = 300) -> None:
@@ -212,7 +212,7 @@ class Catcher:
         self.records: dict[tuple[str, int], tuple[dict[str, Any], Record]] = {}
 
     def caught(self, name: str) -> str:
-        """The program that shows it, and how; empty if the mutant is not caught."""
+        """Return which program catches the mutant, and how; empty if none does."""
         for number, kind in enumerate(islice(cycle(MUTANTS[name][1]), self.TRIES)):
             program, record = self._record(kind, number)
             changed = mutate(name, record, str(number))

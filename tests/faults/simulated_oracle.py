@@ -1,4 +1,4 @@
-"""The allowed findings after a power cut, by the marks of a program; no file is read here."""
+"""Derives the allowed findings after a power cut from the marks of a program, without reading files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = "missing"
-#: The suffix of a pin, and the number for its version.
+#: The suffix of a pin file, and the number that stands for its version.
 PIN, PINNED = ".pin", 1
-#: By path, and by run: the version that was found whole, ``MISSING``, or a description of the fault.
+#: For each path and run: the version that was found whole, ``MISSING``, or a description of the fault.
 Found = dict[str, Any]
 
 
 @dataclass
 class Kept:
-    """One place: the versions that were saved there, in order, and the last acknowledged one."""
+    """A place: the versions that were saved there, in order, and the last acknowledged version."""
 
     versions: list[int] = field(default_factory=list)
     acknowledged: int = -1
-    #: Whether it may have been removed since.
+    #: Whether the checkpoint may have been removed since.
     gone: bool = False
 
     def begin(self, version: int) -> None:
@@ -33,7 +33,7 @@ class Kept:
         self.versions, self.acknowledged, self.gone = [], -1, False
 
     def judge(self, found: Any) -> str:
-        """The fault; nothing if all is well."""
+        """Return the fault, or an empty string."""
         allowed = self.versions[max(0, self.acknowledged) :]
         if found == MISSING:
             return "" if self.gone or self.acknowledged < 0 else f"version {allowed[0]} was acknowledged and is missing"
@@ -44,13 +44,13 @@ class Kept:
 
 @dataclass
 class Run:
-    """The checkpoints of a manager: the allowed results of its restore."""
+    """The checkpoints of a manager, which determine the allowed results of its restore."""
 
     keep: int = 1
-    #: Steps and versions in the order of their beginnings, and which of them a restore may find.
+    #: Steps and versions in the order in which their saves began.
     line: list[tuple[int, int]] = field(default_factory=list)
     acknowledged: int = -1
-    #: The step to which the program goes back, while it removes newer ones.
+    #: The step to which the program goes back, while it removes newer steps.
     back: int | None = None
     pinned: set[int] = field(default_factory=set)
 
@@ -62,7 +62,7 @@ class Run:
         self.acknowledged = max(at, self.acknowledged)
 
     def judge(self, found: Any) -> str:
-        """The fault of a restore; nothing if all is well."""
+        """Return the fault of a restore, or an empty string."""
         allowed = self.line[max(0, self.acknowledged) :]
         if found == MISSING:
             return "" if self.acknowledged < 0 else f"nothing was restored, but {allowed[0]} was acknowledged"
@@ -74,16 +74,16 @@ class Run:
 
 
 class Oracle:
-    """Reads marks, and judges findings."""
+    """Reads the marks of a program, and judges findings after a power cut."""
 
     def __init__(self) -> None:
         self.places: dict[str, Kept] = {}
         self.runs: dict[str, Run] = {}
-        #: Wrong findings of the program itself.
+        #: Wrong findings that the program itself made.
         self.wrong: list[str] = []
 
     def place(self, path: str) -> Kept:
-        """The record of a path."""
+        """Return the record of a path."""
         return self.places.setdefault(path, Kept())
 
     def hear(self, said: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Oracle:
                 kept.gone = True
 
     def judge(self, found: Found) -> list[str]:
-        """The faults of the findings after a power cut."""
+        """Return the faults of the findings after a power cut."""
         wrong = list(self.wrong)
         for path, kept in self.places.items():
             why = kept.judge(found.get(path, MISSING))
@@ -153,7 +153,7 @@ class Oracle:
         for name, run in self.runs.items():
             why = run.judge(found.get(name, MISSING))
             wrong += [f"{name}: restore: {why}"] if why else []
-        # Findings that may not be there at all, or other failures.
+        # Report findings of unknown paths, and other failures.
         for path, what in found.items():
             if isinstance(what, str) and what != MISSING and path not in self.places and path not in self.runs:
                 wrong.append(f"{path}: {what}")
@@ -161,5 +161,5 @@ class Oracle:
 
 
 def path_of(run: str, step: int) -> str:
-    """The path of a checkpoint of a run."""
+    """Return the path of a checkpoint of a run."""
     return f"{run}/step-{step:08d}"

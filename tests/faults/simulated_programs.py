@@ -1,8 +1,8 @@
 """Programs that save, drawn by a seed.
 
-A program is a sequence of phases: processes that follow one another on one disk. Each ends by itself or is killed, all
-at once or one rank before the others, and before the next one the power may be cut. A phase is a list of acts. It marks
-the beginning of an act, and its acknowledgement.
+A program is a sequence of phases that follow one another on one disk. The processes of a phase end by themselves or are
+killed, all at once or one rank before the others, and before the next phase the power may be cut. A phase is a list of
+acts, and marks the beginning and the acknowledgement of each act.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BESIDE = "config.json"
 
 
 def state(version: int, sizes: list[int]) -> dict[str, Any]:
-    """A state that differs between versions, except for every third tensor."""
+    """Return a state that differs between versions, except for every third tensor."""
     model = {
         f"w{index}": np.arange(size, dtype=np.int32) + (0 if index % 3 == 1 else 1000 * version)
         for index, size in enumerate(sizes)
@@ -34,12 +34,12 @@ def state(version: int, sizes: list[int]) -> dict[str, Any]:
 
 
 def file_of(version: int, sizes: list[int]) -> list[bytes]:
-    """The content of a single file of a version."""
+    """Return the content of a single file of a version."""
     return [np.full(size, version, np.int32).tobytes() for size in sizes]
 
 
 def draw_program(seed: str, *, ranks: bool = False, kind: str = "") -> dict[str, Any]:
-    """The program of a seed."""
+    """Return the program of a seed."""
     draw = random.Random(seed)
     kinds = WITH_RANKS if ranks else KINDS
     kind = kind or draw.choices(list(kinds), list(kinds.values()))[0]
@@ -105,15 +105,15 @@ def _acts(draw: random.Random, kind: str, first: int) -> list[list[Any]]:
 
 
 def run(channel: Any, point: str, program: dict[str, Any], phase: int) -> None:
-    """One phase, in a separate process."""
+    """Run one phase, in a separate process."""
     del channel
     perform(point, program, phase)
 
 
 def perform(point: str, program: dict[str, Any], phase: int) -> None:
-    """The acts of a phase, by this process or rank."""
+    """Do the acts of a phase in this process or rank."""
     for name, *given in program["phases"][phase]["acts"]:
-        # If a rank is to be killed, the others need not wait for long.
+        # If a rank will be killed, the others need not wait long for it.
         patience = 3 if program["phases"][phase]["kill"] else 30
         ACTS[name](point, program | {"patience": patience}, *given)
 

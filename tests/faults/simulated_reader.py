@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from faults.simulated_disk import State
     from faults.simulated_oracle import Found, Oracle
 
-#: The version of a save over a found state.
+#: The version of a save that the reader makes over a state.
 NEXT = 9_000
 ONE_THREAD = fastckpt.IO("buffered", threads=1)
 
@@ -39,11 +39,11 @@ class Reader:
         self.pool.mkdir()
         self.contents: dict[bytes, str] = {}
         self.used = 0
-        #: By path and content: the finding of a read.
+        #: By path and content: the result of a read.
         self.known: dict[tuple[str, int], Any] = {}
 
     def key(self, found: State) -> int:
-        """A key that is equal for indistinguishable states."""
+        """Return a key that is equal for indistinguishable states."""
         return hash(frozenset((path, data) for path, data in found.tree.items()))
 
     def put(self, found: State) -> Path:
@@ -56,7 +56,7 @@ class Reader:
             if data is None:
                 os.mkdir(f"{above}/{path}")  # noqa: PTH102 - thousands a second
             elif not data:
-                # An empty file may be a lock, which links would share.
+                # An empty file may be a lock file, whose lock linked files would share.
                 Path(above, path).touch()
             else:
                 os.link(self._content(data), f"{above}/{path}")
@@ -71,23 +71,23 @@ class Reader:
         return path
 
     def clear(self) -> None:
-        """Forget the contents of a program."""
+        """Forget the contents of a program's states."""
         self.contents.clear()
         self.known.clear()
         shutil.rmtree(self.pool)
         self.pool.mkdir()
 
     def look(self, found: State, program: dict[str, Any], oracle: Oracle, *, go_on: bool) -> Found:
-        """The findings: everything ever saved, and the result of a restore; ``go_on``: also whether runs can go on.
+        """Return what each path holds and each restore finds; ``go_on``: also whether runs can continue.
 
-        The finding of a read depends only on its directory and on the leftovers of its name beside it. So a
-        read of the same content is not repeated.
+        The result of a read depends only on the directory and on leftovers of the same name beside it. So a read of the
+        same content is not repeated.
         """
         sizes = tuple(program["sizes"])
         paths = set(oracle.places)
         for run in [*oracle.runs, "remote"]:
             paths.update(path for path, data in found.tree.items() if data is None and _is_step(path, run))
-        # A restore comes first: the others find the checkpoint that it puts back.
+        # The restore comes first: the other reads find the checkpoint that the restore puts back.
         wanted = [(path, _below(found, path)) for path in [*oracle.runs, *sorted(paths)]]
         root = self.put(found) if go_on or any(one not in self.known for one in wanted) else None
         seen: Found = {}
@@ -110,7 +110,7 @@ class Reader:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off the log: damage must show in an error."""
+    """Turn off the log: damage must cause an error."""
     logger = logging.getLogger("fastckpt")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -125,14 +125,14 @@ def _is_step(path: str, run: str) -> bool:
 
 
 def _below(found: State, path: str) -> int:
-    """A key that is equal for states in which a read of ``path`` finds the same."""
+    """Return a key that is equal for states in which a read of ``path`` has the same result."""
     above, _, name = path.rpartition("/")
     starts = (f"{path}/", f"{above}/.{name}." if above else f".{name}.")
     return hash(frozenset((one, data) for one, data in found.tree.items() if one == path or one.startswith(starts)))
 
 
 def _gone_on(root: Path, program: dict[str, Any], oracle: Oracle, seen: Found) -> Found:
-    """The faults when all runs and saves go on, and the leftovers after that."""
+    """Return the faults when all runs and saves continue, and the leftovers after that."""
     new: Found = {}
     sizes, remote = tuple(program["sizes"]), root / "remote" if program["kind"] == "tiers" else None
     for run in oracle.runs:
@@ -152,7 +152,7 @@ def _expected(version: int, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def version_of(found: Any, sizes: tuple[int, ...]) -> Any:
-    """The version of a state, or its fault."""
+    """Return the version of a state, or its fault."""
     version = int(found["version"])
     expected = _expected(version, sizes)
     same = found["model"].keys() == expected["model"].keys() and all(
@@ -164,7 +164,7 @@ def version_of(found: Any, sizes: tuple[int, ...]) -> Any:
 
 
 def loaded(path: Path, sizes: tuple[int, ...]) -> Any:
-    """The version at a path, ``MISSING``, or the fault."""
+    """Return the version at a path, ``MISSING``, or the fault."""
     try:
         if path.suffix == PIN:
             return PINNED if path.exists() else MISSING
@@ -188,7 +188,7 @@ def _file(path: Path, sizes: tuple[int, ...]) -> Any:
 
 
 def restored(path: Path, sizes: tuple[int, ...]) -> Any:
-    """The step and the version of a restore, ``MISSING``, or the fault."""
+    """Return the step and the version of a restore, ``MISSING``, or the fault."""
     try:
         found = fastckpt.Manager(path, ranks="alone", read_only=True).restore(io=ONE_THREAD)
     except Exception as error:  # noqa: BLE001 - it is what was found
@@ -200,9 +200,9 @@ def restored(path: Path, sizes: tuple[int, ...]) -> Any:
 
 
 def continued(path: Path, remote: Path | None, sizes: tuple[int, ...], before: Any, *, fresh: bool) -> str:
-    """The fault when a run goes on from a found state; ``fresh``: or begins, since nothing was acknowledged.
+    """Return the fault when a run continues from a found state; ``fresh``: or begins, if nothing was acknowledged.
 
-    Leftovers of a copy to the remote tier are a trace of a run, at which a restore stops for a person.
+    Leftovers of a copy to the remote tier are a trace of a run, at which a restore stops until a person decides.
     """
     try:
         with fastckpt.Manager(path, ranks="alone", keep=2, async_save=False, remote=remote) as manager:
@@ -218,7 +218,7 @@ def continued(path: Path, remote: Path | None, sizes: tuple[int, ...], before: A
 
 
 def saved_again(root: Path, path: str, sizes: tuple[int, ...]) -> str:
-    """The fault of the next save to that path."""
+    """Return the fault of the next save to that path."""
     place = root / path
     try:
         if place.suffix == ".file":

@@ -1,4 +1,4 @@
-"""Groups of real processes go on after an event: a few trials of the campaign, one for each kind of event."""
+"""Groups of real processes continue after an event: a few trials of the campaign, one for each kind of event."""
 
 from __future__ import annotations
 

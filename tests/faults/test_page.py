@@ -1,4 +1,4 @@
-"""The page of results is what its data say, and each of its rows is one of the campaign."""
+"""The page of results matches its data, and each of its rows is a row of the campaign."""
 
 from __future__ import annotations
 

@@ -25,6 +25,6 @@ def test_a_row(row):
 
 
 def test_each_mutant_is_named_by_a_row_and_its_line_is_there():
-    """Mutants can be made. Only the campaign checks that rows catch them, because a build takes a minute."""
+    """Mutants can be made. Only the campaign checks that rows catch mutants, because a build takes a minute."""
     assert {name for row in rows().values() for name in row.mutants} == mutants.MUTANTS.keys()
     mutants.patched()

@@ -1,5 +1,5 @@
-"""The simulation itself: the disk forgets only what it may, and each mistake in a record is found. States
-are drawn by a row of the campaign (``rows/r04_simulated.py``), and by ``python -m tests.faults.simulated_command``."""
+"""The simulation itself: the disk loses only data that it may lose, and each mistake in a record is found. A row of the
+campaign (``rows/r04_simulated.py``) and ``python -m tests.faults.simulated_command`` draw states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stage():
 
 
 def trees(*operations):
-    """All observed states after a power cut."""
+    """Return all observed states after a power cut."""
     disk, draw = Disk(), random.Random(1)
     for operation in operations:
         disk.apply(operation)
@@ -102,14 +102,14 @@ def test_a_seed_gives_one_program_one_record_and_the_same_states(stage):
 
 
 def told(operation):
-    """The reproducible part: numbers of nodes, names of workspaces and times in the manifest vary."""
+    """Return the reproducible part: numbers of nodes, names of workspaces and times in the manifest vary."""
     names = re.findall(r"'(\.?[a-z][^'-]*)", str(operation)) if isinstance(operation, Names) else []
     return type(operation).__name__, names, getattr(operation, "at", 0)
 
 
 @pytest.mark.root
 def test_a_run_that_has_gone_back_stays_there(stage):
-    """Even if the newer checkpoint is pinned: nothing is removed then, and no removal syncs the directory."""
+    """The newer checkpoint is pinned: then nothing is removed, and no removal syncs the directory."""
     act = {"keep": 2, "background": False, "each": True, "remote": False}
     saves = act | {"first": 0, "saves": 2, "back": None, "pin": 2}
     back = act | {"first": 100, "saves": 0, "back": [2, True], "pin": None}

@@ -1,4 +1,4 @@
-"""The programs in docs/guides, as they stand there, in processes that a test may end at a step."""
+"""The programs in docs/guides, unchanged, in processes that a test may end at a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import fastckpt
 
 
 def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> list[int]:
-    """Run a program in a folder, and give the steps at which it asked whether to save.
+    """Run a program in a folder, and return the steps at which it asked whether to save.
 
     Args:
-        program: its text.
-        folder: the current directory, and the home of the script.
-        strikes: the signal that this process gets at the end of a step.
+        program: the text of the program.
+        folder: the current directory, which also has the script.
+        strikes: the signals that this process gets, by the step at whose end it gets them.
     """
     os.chdir(folder)
-    # The rest of what torchrun tells a program.
+    # The other environment variables that torchrun sets.
     os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="guide")
     script = Path(folder, f"train-{os.getpid()}.py")
     script.write_text(program, encoding="utf-8")
@@ -32,11 +32,11 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
             number = None if step in asked else (strikes or {}).get(step)
             asked.append(step)
             if number == signal.SIGKILL:
-                self.wait()  # there shall be something to go on from
+                self.wait()  # so that the run can resume from a checkpoint
                 os.kill(os.getpid(), number)
             wanted = super().should_save(step)
             if number is not None:
-                os.kill(os.getpid(), number)  # it comes after the boundary, and is answered at the next one
+                os.kill(os.getpid(), number)  # it comes after this boundary, and the next one answers it
             return wanted
 
         def save(self, step: int, *given: Any, **named: Any) -> bool:
@@ -45,7 +45,7 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
 
     fastckpt.Manager = Manager  # type: ignore[misc]
     with warnings.catch_warnings():
-        # Of libraries there are many; ours would be a failure of the recipe.
+        # Libraries give many warnings; a warning of fastckpt would be a fault of the recipe.
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="fastckpt")
         runpy.run_path(str(script), run_name="__main__")
@@ -53,7 +53,7 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
-    """The tensors of a checkpoint, file by file."""
+    """Return the bytes of the shards of a checkpoint, by file name."""
     found = {path.name: path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
     assert found
     return found

@@ -1,4 +1,4 @@
-"""Each program of docs/guides, killed and preempted, against an undisturbed run: the same checkpoint, bit for bit."""
+"""Each program of docs/guides, killed and preempted, ends with the checkpoint of an undisturbed run, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.same import same
 
 
 def play(forge, page, folder, strikes=None, *, ranks=1):
-    """Run the program of a page on so many ranks, and say how it ended on each."""
+    """Run the program of a page on some ranks, and return how it ended on each."""
     folder.mkdir(exist_ok=True)
     with forge.group(ranks, backend="") as group:
         group.start(recipes.run, max(pages.python(f"docs/guides/{page}"), key=len), str(folder), strikes)
@@ -23,9 +23,9 @@ def play(forge, page, folder, strikes=None, *, ranks=1):
 
 
 def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundaries=None):
-    """Run a page's program undisturbed, and killed at one step, preempted at another one and resumed: what both leave.
+    """Run a page's program undisturbed, and killed, preempted and resumed; return the last checkpoints of both runs.
 
-    ``boundaries`` are the steps that may be saved, where these are not all.
+    ``boundaries`` are the steps that may be saved, if not all.
     """
     page, run, boundaries = f"{name}.md", Path("runs", name), boundaries or range(1, steps + 1)
     whole = play(forge, page, folder / "whole", ranks=ranks)
@@ -45,7 +45,7 @@ def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundarie
 
     last = play(forge, page, folder / "cut", ranks=ranks)
     assert [each.value for each in last] == [[step for step in boundaries if step > left]] * ranks, last
-    # Started again, a run that has ended takes no step, ends well and leaves its checkpoints.
+    # If a run that has ended is started again, it takes no step, ends well and leaves its checkpoints.
     before = manifests(folder / "cut" / run)
     assert f"step-{steps:08d}" in before
     again = play(forge, page, folder / "cut", ranks=ranks)
@@ -60,7 +60,7 @@ def manifests(run):
 
 
 def goes_on(forge, folder, name, boundaries, *, ranks):
-    """Take the last checkpoint away, run the program again on another number of ranks, and load what it leaves."""
+    """Remove the last checkpoint, run the program again on another number of ranks, and load its last checkpoint."""
     run, steps = folder / "cut" / "runs" / name, boundaries[-1]
     fastckpt.remove(run / f"step-{steps:08d}", force=True)  # what `files` gave, too
     left = fastckpt.Manager(run, read_only=True).latest()
@@ -71,7 +71,7 @@ def goes_on(forge, folder, name, boundaries, *, ranks):
 
 
 def assert_near(found, wanted):
-    """Only the numbers that dropout draws are others on another number of ranks."""
+    """Check that results differ only a little: on another number of ranks, dropout draws other numbers."""
     assert found["scheduler"] == wanted["scheduler"]
     for name, value in found["model"].items():
         torch.testing.assert_close(value, wanted["model"][name], rtol=0, atol=0.2)
@@ -79,7 +79,7 @@ def assert_near(found, wanted):
 
 
 def test_plain(forge, tmp_path):
-    # In the middle of an epoch; then on the way to the end of one.
+    # The kill comes in the middle of an epoch; the preemption comes on the way to the end of one.
     found, wanted = resumes(forge, tmp_path, "plain", 120, killed=55, preempted=63)
     assert same(found, wanted)
     found, wanted = (fastckpt.load(tmp_path / which / "release") for which in ("cut", "whole"))
@@ -104,7 +104,7 @@ def test_trainer(libraries, tmp_path):
         assert [one.kind for one in play(libraries, "trainer.md", tmp_path, ranks=ranks)] == ["returned"] * ranks
         assert {"checkpoint-50", "checkpoint-60"} <= manifests(run).keys()
         assert before in ({}, manifests(run))
-    # Each rank took half of the rows: they trained together.
+    # Each rank took half of the rows, so the ranks trained together.
     assert json.loads((run / "checkpoint-60" / "trainer_state.json").read_text())["epoch"] == 6
 
 

@@ -1,4 +1,4 @@
-"""A training loop on accelerate, as its examples have it, that a test may end at any point, and its results."""
+"""A training loop on accelerate, written like its examples, that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastckpt.integrations import accelerate as door
 from harness.rot import rot
 
 STEPS, ROWS, BATCH, EVALUATED = 40, 64, 4, 12
-#: Where a run may be struck in a step, in their order: before the evaluation, the save, and the end.
+#: The points of a step at which a run may get a signal, in order: before the evaluation, the save, and the end.
 POINTS = ("step", "evaluated", "ended")
 SCHEDULES = {
     "functions": lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - at / total),
@@ -31,7 +31,7 @@ SCHEDULES = {
 
 
 class Progress:
-    """The program's step, the rows it saw, its log, and its best model with the metric."""
+    """The program's step, the rows that it saw, its log, and its best model with the metric."""
 
     def __init__(self):
         self.step, self.losses, self.rows, self.log, self.best = 0, [], [], [], [float("inf")]
@@ -60,26 +60,26 @@ def train(
     workers=0,
     registered=1,
 ):
-    """Run the loop in a folder, from the newest checkpoint there. SIGTERM has it save at the end of the step, and end.
+    """Run the loop in a folder, from the newest checkpoint there. SIGTERM makes it save at the step's end, and end.
 
     Args:
-        folder: where it runs.
-        strike: signal, step and which of :data:`POINTS` this process gets it at.
-        last: the step to end at.
-        accumulation: batches of a step.
-        schedule: which of :data:`SCHEDULES`.
+        folder: the folder in which the loop runs.
+        strike: a signal, and the step and the one of :data:`POINTS` at which this process gets it.
+        last: the step after which the loop ends.
+        accumulation: the number of batches of a step.
+        schedule: one of :data:`SCHEDULES`.
         fsdp: whether the model is spread over the ranks.
         lora: whether an adapter is trained.
-        split: whether the ranks share each batch; otherwise each has its own.
-        installed: whether the door is.
-        background: of ``install``.
-        limit: of checkpoints that are kept.
-        stateful: whether the loader has a state; otherwise the program skips the rows that it took.
-        workers: of the loader.
-        registered: how many objects are.
+        split: whether the ranks share each batch; otherwise, each rank has its own batches.
+        installed: whether the integration is installed.
+        background: this argument of ``install``.
+        limit: the number of checkpoints that are kept.
+        stateful: whether the loader has a state; otherwise, the program skips the rows that it has taken.
+        workers: the number of worker processes of the loader.
+        registered: the number of registered objects.
 
     Returns:
-        The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
+        The first step, the results that two equal runs share at their ends, and the names of the checkpoints.
     """
     folder = runs.begin(folder)
     if installed:
@@ -98,7 +98,7 @@ def train(
     set_seed(0)
     inputs = torch.randn(ROWS, 16)
     rows = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, inputs.sum(1, keepdim=True))
-    # A generator of its own: a loader that goes on in the middle of an epoch would take one more number from torch's.
+    # The loader has its own generator: resumed within an epoch, it would take one more number from torch's generator.
     loader = torch.utils.data.DataLoader(rows, BATCH, shuffle=True, generator=torch.Generator(), num_workers=workers)
     evaluated = torch.utils.data.DataLoader(torch.utils.data.Subset(rows, range(EVALUATED)), BATCH)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -177,7 +177,7 @@ class Values:
 
 
 def made(folder, *registered):
-    """An accelerator with automatic names, and what it has prepared."""
+    """Return an accelerator with automatic names, and a model that it has prepared."""
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     )
@@ -197,9 +197,9 @@ class Uneven(torch.utils.data.Sampler):
 
 
 def saved_again(folder):
-    """Load a place in each of some loaders, one of which has ended, save it and load it again, before the next batch.
+    """Load the positions of some loaders, one of which has ended, and save and load them again before the next batch.
 
-    Returns what comes then, with a random number; and what has come where nothing was loaded.
+    Returns the batches after that, with a random number, and the batches of a run in which nothing was loaded.
     """
     door.install(background=False)
     warnings.simplefilter("ignore")  # torchdata's calls
@@ -213,7 +213,7 @@ def saved_again(folder):
         loaders = [
             torch.utils.data.DataLoader(range(6), generator=torch.Generator()),
             torch.utils.data.DataLoader([*range(2)]),
-            torch.utils.data.DataLoader(range(6), batch_sampler=Uneven()),  # is saved, too
+            torch.utils.data.DataLoader(range(6), batch_sampler=Uneven()),  # its position is also saved
         ]
         loaders = [accelerator.prepare(one) for one in loaders]
         if number == 0:
@@ -233,7 +233,7 @@ def saved_again(folder):
 
 
 def own_values(folder):
-    """Save and load a registered object that differs by process. Returns what each process gets."""
+    """Save and load a registered object that differs by process. Returns what each process loads."""
     door.install()
     accelerator, _ = made(folder, values := Values(None))
     rank = accelerator.process_index
@@ -246,7 +246,7 @@ def own_values(folder):
 
 
 def alone(folder, kind, raised):
-    """Load where the second process alone cannot read its part of the newer of two checkpoints."""
+    """Load while only the second process cannot read its part of the newer of two checkpoints."""
     door.install(background=False)
     accelerator, _ = made(folder, values := Values(None))
     for number in range(2):
@@ -268,7 +268,7 @@ def alone(folder, kind, raised):
 
 
 def damaged(folder):
-    """Load where each checkpoint is damaged. Returns the error."""
+    """Load from a run whose checkpoints are all damaged. Returns the error."""
     with door.install(background=False):
         accelerator, _ = made(folder)
         for number in range(2):
@@ -282,7 +282,7 @@ def damaged(folder):
 
 
 def loaded_otherwise(folder):
-    """Load with a hook, into another dtype, and with parameters that the checkpoint lacks. Returns the results."""
+    """Load with a hook, into another dtype, and into parameters that the checkpoint lacks. Returns the results."""
     path, seen = str(Path(folder, "c")), []
     with door.install(background=False):
         accelerator, model = made(folder)
@@ -311,7 +311,7 @@ def loaded_otherwise(folder):
 
 
 def at_the_end(folder):
-    """End training after a save in the background that fails. Returns what was raised, and whether trackers ended."""
+    """End training after a save in the background that fails. Returns the error, and whether the trackers ended."""
     with door.install():
         accelerator, _ = made(folder)
         ended = []
@@ -333,7 +333,7 @@ class Failing:
 
 
 def refused(folder, *, background=False):
-    """Save into directories that are in use: a named one, and one whose number is next. Returns the errors."""
+    """Save into directories that are in use: a named one, and the one with the next number. Returns the errors."""
     folder = Path(folder)
     door.install(background=background)
     naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)

@@ -1,4 +1,4 @@
-"""A fine-tuning by TRL's ``sft``, as its command line starts it, and its results."""
+"""A fine-tuning with TRL's ``sft``, started as by its command line, and its results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from fastckpt.integrations import transformers as door
 
-#: The options of the command that say how it trains: those of :data:`trainers.ARGUMENTS`.
+#: The options of the command for training, with the values of :data:`trainers.ARGUMENTS`.
 OPTIONS = {**trainers.ARGUMENTS, "bf16": False, "gradient_checkpointing": False, "max_length": 16}
 _SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def write_material(folder):
-    """Write a model with its tokenizer, and sentences to train and to test it with, into a folder."""
+    """Write a model with its tokenizer, and sentences for training and tests, into a folder."""
     trainers.model_of().save_pretrained(folder / "model")
     words = [*_SPECIAL.values(), *(f"w{number}" for number in range(3, 100))]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
@@ -40,8 +40,8 @@ def command_of(material, out, **options):
 
     Args:
         material: the folder of :func:`write_material`.
-        out: where checkpoints go.
-        **options: other ones than :data:`OPTIONS`.
+        out: the folder of the checkpoints.
+        **options: options that replace those of :data:`OPTIONS`.
     """
     given = {
         "model_name_or_path": material / "model",
@@ -55,7 +55,7 @@ def command_of(material, out, **options):
 
 
 def tune(folder, material, **options):
-    """Run the command's own function with the integration installed, and return the same as :func:`trainers.train`."""
+    """Run the command's function with the integration installed, and return what :func:`trainers.train` returns."""
     import datasets
     import trl
     from trl.scripts import sft

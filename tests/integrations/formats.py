@@ -1,8 +1,8 @@
-"""Which reader reads which checkpoint: each kind is written by its own library and read by each reader.
+"""Tests which reader reads which checkpoint: each library writes its kind, and each reader tries each kind.
 
     PYTHONPATH=python:tests python tests/integrations/formats.py
 
-writes the table into docs/migrate/formats.md; a test compares it.
+writes the table into docs/migrate/formats.md; a test compares the two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLACE = re.compile(r"(?<=<!-- the table of tests/integrations/formats.py -->\n).
 
 
 def state() -> dict[str, Any]:
-    """A model with its optimizer, after a step, and a number."""
+    """Return a model with its optimizer, after a step, and a number."""
     model = trainers.model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(8)[None]).logits.sum().backward()
@@ -60,7 +60,7 @@ def _model(saved: Any, path: str) -> None:
     model.save_pretrained(path)
 
 
-#: What writes each kind, all ranks together where that is so.
+#: The writers of each kind; those in ``TOGETHER`` run on all ranks.
 WRITERS = {
     "`fastckpt.save`": lambda saved, path: fastckpt.save(saved, path, files=_files()),
     "`fastckpt.distributed.save`, 2 ranks": lambda saved, path: fastckpt.distributed.save(saved, path, files=_files()),
@@ -89,7 +89,7 @@ def write(folder: str) -> None:
             writer(saved, f"kind-{number}")
 
 
-# Each reader returns the part of the state that it found: names or keys, and values.
+# Each reader returns the part of the state that it finds, by names or keys.
 
 
 def _load(path: str) -> Any:
@@ -143,7 +143,7 @@ def _pretrained(path: str) -> Any:
     return model.state_dict()
 
 
-#: The reader in Python has a process of its own, for all kinds.
+#: The portable reader reads all kinds in one separate process.
 READERS = {
     "`fastckpt.load`": _load,
     "the Python reader": None,
@@ -157,7 +157,7 @@ READERS = {
 
 
 def _by_python(kinds: list[str]) -> dict[str, Any]:
-    """The tensors of the reader in Python, for each kind that it reads."""
+    """Return the tensors that the portable reader finds, for each kind that it reads."""
     program = """
 from harness import portable
 import fastckpt, pickle, sys
@@ -174,7 +174,7 @@ pickle.dump(found, sys.stdout.buffer)
 
 
 def _tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in a state, by joined keys."""
+    """Return the tensors in a state, by joined keys."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return {name: torch.as_tensor(value)}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -185,9 +185,9 @@ def _tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def extent(found: Any, wanted: Any) -> str:
-    """The share of a state that was found, bit for bit."""
+    """Return which part of a state was found, bit for bit."""
     ours, theirs = _tensors(wanted), _tensors(found)
-    # A file of the model alone has its names; of tied tensors one is enough.
+    # A file with only the model has the model's names; for tied tensors, one name is enough.
     model = {name.removeprefix("model."): tensor for name, tensor in ours.items() if name.startswith("model.")}
     rest = {name: tensor for name, tensor in ours.items() if not name.startswith("model.")}
 
@@ -205,7 +205,7 @@ def extent(found: Any, wanted: Any) -> str:
 
 
 def read(folder: str) -> list[list[str]]:
-    """The part that each reader finds in each kind."""
+    """Return the part that each reader finds in each kind."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
     wanted = state()
@@ -223,7 +223,7 @@ def read(folder: str) -> list[list[str]]:
 
 
 def table(libraries: Any, folder: Path) -> str:
-    """The table, as it stands on the page."""
+    """Return the table in the form of the page."""
     with libraries.group(2, backend="gloo") as group:
         group.run(write, str(folder), timeout=120)
     with libraries.group(1, backend="") as group:

@@ -1,4 +1,4 @@
-"""A training by Lightning's Trainer that a test may end at any point, and its results."""
+"""A training with Lightning's Trainer that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, EPOCH = 36, 8
 
 
 def module():
-    """A model with dropout, which logs its loss; a part of it may be an adapter."""
+    """A model with dropout that logs its loss; a part of the model may be an adapter."""
     import lightning
 
     class Regression(lightning.LightningModule):
@@ -62,20 +62,20 @@ def train(
     """Train in a folder, from the last checkpoint there.
 
     Args:
-        folder: where it runs.
-        strike: signal, step and hook of callbacks in which this process gets it, before the step's save.
-        last: the step to end at.
-        installed: whether fastckpt is.
-        background: of ``CheckpointIO``.
-        save_last: of ``ModelCheckpoint``.
-        second: whether there is another ``ModelCheckpoint``, with the same names.
+        folder: the folder in which it runs.
+        strike: a signal, and the step and the callback hook in which this process gets it, before the step's save.
+        last: the step after which it ends.
+        installed: whether the integration is installed.
+        background: this argument of ``CheckpointIO``.
+        save_last: this argument of ``ModelCheckpoint``.
+        second: whether a second ``ModelCheckpoint`` uses the same names.
         epochs: whether it saves at the ends of epochs, and the loader has no state.
-        evaluates: whether it saves after evaluations, by what they find, and when it is stopped.
-        accumulation: batches of a step.
+        evaluates: whether it saves after evaluations, depending on their results, and when it is stopped.
+        accumulation: the number of batches of a step.
         lora: whether an adapter is trained.
 
     Returns:
-        The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
+        The first step, the results that two equal runs share at their ends, and the names of the checkpoints.
     """
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -91,7 +91,7 @@ def train(
     inputs = torch.randn(8 * EPOCH * ranks, 16)
     rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = StatefulDataLoader(rows, batch_size=8, sampler=StatefulDistributedSampler(rows, ranks, rank))
-    # A generator of its own: a resumed run has not evaluated yet, and would take one number less from torch's.
+    # This loader has its own generator: a resumed run evaluates less often, and would take fewer of torch's numbers.
     evaluated = torch.utils.data.DataLoader(rows, batch_size=32, generator=torch.Generator()) if evaluates else None
     model = module()(width=32, lora=lora)
     lightning.seed_everything(1 + rank)
@@ -113,7 +113,7 @@ def train(
             self.reach(trainer, "on_train_end")
 
         def note(self, trainer, name, value):
-            # The log of a killed run stays, so each step that is taken twice is compared, too.
+            # The log of a killed run stays, so the test also compares steps that were taken twice.
             with (folder / f"noted-{rank}").open("a") as file:
                 file.write(json.dumps([trainer.fit_loop.total_batch_idx, name, value]) + "\n")
 
@@ -159,7 +159,7 @@ def train(
 
 
 def load(folder, name):
-    """Load a checkpoint as Lightning's users do. Returns its width, and the digest of its weights."""
+    """Load a checkpoint as users of Lightning do. Returns its width, and the digest of its weights."""
     from fastckpt.integrations import lightning as door
 
     with door.install():
@@ -168,7 +168,7 @@ def load(folder, name):
 
 
 def migrated(folder):
-    """Run the programs of docs/migrate/lightning.md, one after the other; the step that each ended at."""
+    """Run the programs of docs/migrate/lightning.md one after the other; return the last step of each."""
     import lightning
 
     os.chdir(runs.begin(folder))

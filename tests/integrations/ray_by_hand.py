@@ -1,8 +1,8 @@
-"""A run of Ray Train on this machine, with two workers: it is preempted, ends, and goes on as another program.
+"""A run of Ray Train on this machine, with two workers: it is preempted, ends, and continues as another program.
 
     PYTHONPATH=tests:tests/integrations python tests/integrations/ray_by_hand.py
 
-It takes two minutes, and ``ray[train]`` (2.60), which the tests do not have.
+It takes two minutes and needs ``ray[train]`` (2.60), which the tests do not install.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 
 
 def drain():
-    """Tell Ray that this node goes in ten minutes."""
+    """Announce to Ray that this node ends in ten minutes."""
     from ray.core.generated import autoscaler_pb2
 
     address = ray.get_runtime_context().gcs_address

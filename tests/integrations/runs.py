@@ -1,4 +1,4 @@
-"""Runs of a training program: how one begins, how a test runs it, and how two are compared."""
+"""Runs of a training program: how a run begins, how a test starts it, and how tests compare two runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def begin(folder):
 
 
 def digest(model):
-    """A digest of the weights, and whether ranks have parts of them."""
+    """Return a digest of the weights, and whether ranks have parts of them."""
     weights, spread = hashlib.sha256(), False
     for name, value in sorted(model.state_dict().items()):
         spread |= hasattr(value, "full_tensor")
@@ -39,21 +39,21 @@ def digest(model):
 
 
 def strike(number):
-    """Send this process a signal. Before it is killed, its saves are durable, so that a run can resume."""
+    """Send this process a signal. Before SIGKILL, wait until its saves are durable, so that a run can resume."""
     if number == signal.SIGKILL:
         fastckpt.background.drain()
     os.kill(os.getpid(), number)
 
 
 def adapted(model, *layers):
-    """A model of which only the layers of these names are trained, by LoRA."""
-    import peft  # a second and a half, which processes without adapters would take, too
+    """Return a model of which only the layers with these names are trained, with LoRA."""
+    import peft  # takes 1.5 s, which processes without adapters need not spend
 
     return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=[*layers]))
 
 
 def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
-    """Run a program in a folder on several ranks; the outcome of each."""
+    """Run a program in a folder on several ranks; return the outcome of each."""
     folder.mkdir(exist_ok=True)
     with libraries.group(ranks, backend="") as group:
         group.start(program, str(folder), strike, **arguments)
@@ -61,7 +61,7 @@ def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
 
 
 def ended(outcomes):
-    """The result of the first rank, if all ranks succeeded."""
+    """Return the result of the first rank; all ranks must succeed."""
     assert all(one.kind == "returned" for one in outcomes), outcomes
     return outcomes[0].value
 
@@ -73,7 +73,7 @@ def killed(program, libraries, folder, strike, *, ranks=1, **arguments):
 
 
 def undisturbed(program, libraries, make_folder):
-    """A function of a program's arguments: the result of an undisturbed run, made once for each."""
+    """Return a function that returns the result of an undisturbed run, and runs it once for each set of arguments."""
     known = {}
 
     def run(*, ranks=1, **arguments):

@@ -1,6 +1,6 @@
 """accelerate with the integration: a loop that is killed and restarted ends like an undisturbed one.
 
-accelerate itself has no evaluation, log, best model or answer to SIGTERM: they are the program's, and so is its state.
+accelerate has no evaluation, log, best model or handler of SIGTERM: the program has these, and their state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def killed(libraries, folder, step, point="step", **arguments):
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """The end of an undisturbed run, by its arguments."""
+    """Return the end of an undisturbed run, by its arguments."""
     return runs.undisturbed(accelerated.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -43,14 +43,14 @@ def undisturbed(libraries, tmp_path_factory):
     ],
 )
 def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, arguments):
-    """Weights, log, losses, rows in their order, rate, best model and metric; and it leaves the same checkpoints."""
+    """Both end with equal weights, log, losses, rows in order, rate, best model, metric and names of checkpoints."""
     wanted = undisturbed(**arguments)[1:]
     assert wanted[0]["spread"] == arguments.get("fsdp", False)
     killed(libraries, tmp_path, 13, **arguments)  # in the middle of an epoch
     killed(libraries, tmp_path, 25, "evaluated", **arguments)  # between the evaluation and the save
     began, *found = ended(play(libraries, tmp_path, **arguments))
     assert (began, found) == (20, [*wanted])
-    # Once more, after its end.
+    # The loop starts again after its end.
     began, *found = ended(play(libraries, tmp_path, **arguments))
     assert (began, found) == (accelerated.STEPS, [*wanted])
 
@@ -65,7 +65,7 @@ def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, t
     ],
 )
 def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began):
-    """On two ranks, with an adapter and accumulation."""
+    """The loop runs on two ranks, with an adapter and accumulation."""
     arguments = {"ranks": 2, "lora": True, "accumulation": 2}
     wanted = undisturbed(**arguments)[1]
     first = play(libraries, tmp_path, strike, **arguments)
@@ -84,7 +84,7 @@ def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began
     ],
 )
 def test_another_number_of_processes_goes_on(libraries, undisturbed, tmp_path, ranks, arguments):
-    """No row is left out; those of a batch that was cut are seen again. The schedule is where as many rows bring it."""
+    """No row is left out; rows of a batch that was cut are seen again. The schedule depends on the number of rows."""
     before, after = ranks
     first = ended(play(libraries, tmp_path, ranks=before, last=25, **arguments))[1]
     began, found, _ = ended(play(libraries, tmp_path, ranks=after, last=30, **arguments))
@@ -140,19 +140,19 @@ def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there
 
 
 def test_a_stateful_loader_is_where_it_was(libraries, tmp_path):
-    """Also if it is saved again before its next batch, and if it has ended."""
+    """A loader keeps its position even if it is saved again before its next batch, or has ended."""
     ((found, wanted),) = once(libraries, accelerated.saved_again, tmp_path)
     assert found == wanted
 
 
 def once(libraries, function, folder, ranks=1, **options):
-    """The results of a function on each rank."""
+    """Return the results of a function on each rank."""
     with libraries.group(ranks, backend="gloo" if ranks > 1 else "") as group:
         return group.run(function, str(folder), timeout=120, **options)
 
 
 def test_what_is_registered_may_differ_by_process(libraries, tmp_path):
-    """As with accelerate, the main process's state is saved, and comes back on all."""
+    """As with accelerate, the state of the main process is saved, and all processes load it."""
     for rank in range(2):
         (tmp_path / f"scratch-{rank}").mkdir()
     wanted = {"seen": {"row-0": 0}, "losses": [0.5], "mean": [1.0, 1.0]}
@@ -160,13 +160,13 @@ def test_what_is_registered_may_differ_by_process(libraries, tmp_path):
 
 
 def test_nothing_is_loaded_where_all_are_damaged(libraries, tmp_path):
-    """Mutant: accelerate loads the newest, which it does not know to be damaged."""
+    """Mutant: accelerate loads the newest checkpoint, although it is damaged."""
     (error,) = once(libraries, accelerated.damaged, tmp_path)
     assert "checkpoint_0" in error
 
 
 def test_what_happens_to_one_process_is_known_to_all(libraries, tmp_path):
-    """Mutant: a process that is well goes on, and its next collective call meets a different one."""
+    """Mutant: a process without an error continues, and its next collective call meets a different call."""
     found = once(libraries, accelerated.alone, tmp_path / "damage", 2, kind="CorruptCheckpointError", raised="rotten")
     assert found == [{"number": 0}, {"number": 0}]
     well, ill = once(libraries, accelerated.alone, tmp_path / "other", 2, kind="RuntimeError", raised="out of memory")

@@ -13,7 +13,7 @@ from harness import groups
 
 
 def train(folder, **config):
-    """Do what Axolotl's ``train`` does with a Trainer: where it resumed, and at how many steps it ended."""
+    """Do what Axolotl's ``train`` does with a Trainer; return where it resumed, and the step at which it ended."""
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.dict import DictDefault
     from axolotl.utils.train import determine_last_checkpoint
@@ -43,7 +43,7 @@ def test_the_plugin(libraries, tmp_path):
         return outcome
 
     auto = {"auto_resume_from_checkpoints": True}
-    # A directory of a killed save, which Axolotl without the plugin would choose.
+    # This directory is left by a killed save; Axolotl without the plugin would choose it.
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "tokens_state.json").write_text(json.dumps({"total": 1}))
     assert play(**auto) == (False, 0, 10)
@@ -53,6 +53,6 @@ def test_the_plugin(libraries, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1])
     (tmp_path / "checkpoint-15").mkdir()
     assert play(**auto) == (five, 5, 10)
-    # Told to, or not told to, it does as it does without the plugin.
+    # With an explicit path, or without a resume, Axolotl behaves as without the plugin.
     assert play(resume_from_checkpoint=five, **auto) == (five, 5, 10)
     assert play() == (None, 0, 10)

@@ -14,7 +14,7 @@ from harness import groups
 @pytest.fixture(scope="module")
 def processes():
     """Makes groups of processes that have imported DeepSpeed."""
-    # The imports of the first engine.
+    # These modules are imported by the first engine.
     later = (
         "module_inject.auto_ep_layer",
         "runtime.superoffload.superoffload_stage3",
@@ -61,7 +61,7 @@ def test_any_number_of_processes_goes_on(processes, tmp_path, ranks, stage, dtyp
 
 
 def test_the_files_are_those_of_the_state(processes, tmp_path):
-    """Whatever the number of processes and the stage; the model's opens by itself, under its own names."""
+    """The files do not depend on ranks or stage. The model's file opens alone, with its own names."""
     _, saved, *_ = play(processes, 4, tmp_path, 3, save=2, last=2)[0]
     for ranks, stage in ((2, 1), (1, 2), (2, 3)):
         with processes.group(ranks, backend="gloo") as group:
@@ -101,7 +101,7 @@ def test_what_is_not_supported_is_refused_before_anything_is_written(processes, 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_process_that_fails_ends_the_call_on_all(processes, tmp_path, stage):
-    """And leaves the engine as it was; buffers are the first one's, parameters are the same on all."""
+    """The engine stays unchanged. Buffers come from the first process; parameters must be equal on all processes."""
     undeclared = pytest.warns(RuntimeWarning, match=r"values of zero\.Note, which this program does not declare")
     with processes.group(2, backend="gloo") as group, undeclared:
         first, second = group.run(zero.disturbed, str(tmp_path), stage, timeout=120)
@@ -119,7 +119,7 @@ def test_one_process_that_fails_ends_the_call_on_all(processes, tmp_path, stage)
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_part_is_loaded(processes, tmp_path, stage):
-    """Mutant: a layer that was frozen is trained from what it had before the load."""
+    """Mutant: a layer that was frozen is trained from the values that it had before the load."""
     with processes.group(2, backend="gloo") as group:
         thin, thawed = group.run(zero.partly, str(tmp_path), stage, timeout=120)[0]
     assert thin.startswith("StructureMismatchError")
@@ -134,7 +134,7 @@ def test_checkpoints_of_deepspeed_are_loaded_by_it(processes, tmp_path):
 
 
 def test_latest_names_what_is_durable(processes, tmp_path):
-    """A process that ends before it writes the name leaves both checkpoints, and the name of the first."""
+    """A process that ends before it writes the name leaves both checkpoints, and the name of the first one."""
     with processes.group(2, backend="gloo") as group:
         group.start(zero.twice, str(tmp_path), strike=groups.Strike(0, "fastckpt:open_write", nth=2))
         assert [one.kind for one in group.outcomes(60, ranks=[0])] == ["died"]
@@ -153,6 +153,6 @@ def test_accelerate_has_the_engine_save(processes, tmp_path, stage):
 
 
 def test_the_programs_of_the_guide(processes, tmp_path):
-    """Those of docs/guides/deepspeed.md."""
+    """Runs the programs of docs/guides/deepspeed.md."""
     with processes.group(1, backend="gloo") as group:
         assert group.run(zero.guide, str(tmp_path), timeout=120) == [["random", "step"]]

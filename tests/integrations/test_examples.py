@@ -1,6 +1,6 @@
-"""The programs of examples/doors: each goes on where it was, and is short.
+"""The programs of examples/doors: each is short, and continues where it stopped.
 
-Those of Ray and vLLM, which the tests do not have, run against stand-ins (test_ray.py, test_vllm.py).
+The programs for Ray and vLLM, which the tests do not install, run against stand-ins (test_ray.py, test_vllm.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROGRAMS = sorted(Path(__file__).parents[2].joinpath("examples", "doors").glob("
 
 
 def left(folder):
-    """The files of a program, and their times."""
+    """Return the files of a program, and their times."""
     return {path: path.stat().st_mtime_ns for path in folder.joinpath("runs").rglob("*") if path.is_file()}
 
 
@@ -24,7 +24,7 @@ HERE = [program for program in PROGRAMS if program.stem not in ("ray_train", "vl
 
 @pytest.mark.parametrize("program", HERE, ids=[program.stem for program in HERE])
 def test_a_program_goes_on_where_it_was(libraries, tmp_path, program):
-    """Started after its end, it does nothing; with more steps, it continues."""
+    """A program that is started after its end does nothing; with more steps, it continues."""
     script = zero.script if program.stem == "deepspeed_loop" else runs.script
 
     def run(steps):

@@ -1,4 +1,4 @@
-"""docs/migrate/formats.md: which reader reads which checkpoint, by the libraries themselves."""
+"""docs/migrate/formats.md: which reader reads which checkpoint, tested with the libraries."""
 
 from __future__ import annotations
 

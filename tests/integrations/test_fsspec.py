@@ -1,4 +1,4 @@
-"""fsspec's file system: whole and durable files, also if fsspec closes them after an error."""
+"""fsspec's file system: files are whole and durable, even if fsspec closes them after an error."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def files():
 
 @pytest.fixture
 def old(tmp_path):
-    """A file that is there already."""
+    """An existing file."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     return path
 
 
 def damage(path):
-    """Change a byte, and put the file's time back."""
+    """Change a byte, and restore the time of the file."""
     about = path.stat()
     with path.open("r+b") as file:
         file.write(b"X")
@@ -44,7 +44,7 @@ def damage(path):
 @pytest.mark.parametrize("how", [{"mode": "wb"}, {"mode": "w"}, {"mode": "wb", "compression": "gzip"}])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_file_is_there_if_no_error_comes(files, old, how, fails):
-    """Mutant: closing it gives it its path, and fsspec closes it after an error, too."""
+    """Mutant: each close gives a file its path, and fsspec also closes it after an error."""
     data = "new" if how["mode"] == "w" else b"new"
     read = {**how, "mode": how["mode"].replace("w", "r")}
     try:
@@ -63,7 +63,7 @@ def test_a_file_is_there_if_no_error_comes(files, old, how, fails):
 
 
 def test_a_file_that_a_handler_of_another_error_writes_is_there(files, old):
-    """Mutant: any exception under handling counts."""
+    """Mutant: any exception that is being handled counts as an error of the file."""
     try:
         int("nothing")
     except ValueError:
@@ -145,7 +145,7 @@ def test_changes_in_place_are_refused(files, old):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torch_saves_through_it(files, tmp_path):
-    """torch.save, and torch.distributed.checkpoint, which commits its files by a transaction and a rename."""
+    """torch.save works, and so does torch.distributed.checkpoint, which commits files by a transaction and a rename."""
     state = {"weight": torch.arange(100.0)}
     with fsspec.open(f"fastckpt://{tmp_path}/state.pt", "wb") as file:
         torch.save(state, file)

@@ -17,7 +17,7 @@ from fastckpt.integrations import transformers as door
 
 @pytest.fixture
 def steps(tmp_path):
-    """Checkpoints 1 to 5; the fourth is another writer's."""
+    """Checkpoints 1 to 5; another writer made the fourth."""
     paths = [tmp_path / f"checkpoint-{step}" for step in range(1, 6)]
     for path in paths:
         if path.name == "checkpoint-4":
@@ -78,7 +78,7 @@ def test_what_counts_as_ours(tmp_path):
 def test_what_was_moved_aside_goes_with_the_next_sweep(steps, tmp_path):
     _directory.move_aside(steps[3])
     _directory.move_aside(str(tmp_path / "nothing"))
-    (tmp_path / ".checkpoint-7.aside-1").mkdir()  # by a process that was killed
+    (tmp_path / ".checkpoint-7.aside-1").mkdir()  # left by a process that was killed
     (tmp_path / ".checkpoint-7.aside-1" / "optimizer.pt").touch()
     (tmp_path / "runs").mkdir()
     aside = [path.name for path in tmp_path.glob(".*")]
@@ -112,11 +112,11 @@ class After(Before):
 
 
 class Below(After):
-    """Is one that reads it."""
+    """Inherits from a trainer that reads the checkpoint."""
 
 
 class Either(Before):
-    """Reads it unless it has a trial."""
+    """Reads the checkpoint unless it has a trial."""
 
     def _save_checkpoint(self, model, trial):
         if trial is None:
@@ -127,7 +127,7 @@ class Either(Before):
 
 
 class Within(Before):
-    """Reads it when a context ends."""
+    """Reads the checkpoint when a context ends."""
 
     def _save_checkpoint(self, model, trial):
         with self.noted:
@@ -135,7 +135,7 @@ class Within(Before):
 
 
 class Then(Before):
-    """Reads it in the same statement."""
+    """Reads the checkpoint in the same statement."""
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial) or self.noted(trial)
@@ -157,7 +157,7 @@ def test_a_trainer_without_source_may_do_anything():
 
 
 def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
-    """GRPO's writes a file into the checkpoint then, so it waits."""
+    """GRPO's trainer writes a file into the checkpoint after a save, so it waits."""
     names = [name for name in trl.__all__ if name.endswith("Trainer")]
     found = {name: door._saves_last(getattr(trl, name)) for name in names}
     assert found["SFTTrainer"]
@@ -169,13 +169,13 @@ class Asking:
 
 
 def slow_first():
-    """Ask the first process what takes it longer than others may be silent."""
+    """Ask the first process for a value that takes longer than a process may be silent."""
     ranks = fastckpt.distributed.Ranks(timeout=0.5)
     _processes.Crew = lambda _, directory: crew.Crew(ranks, directory)
     return _processes.crew_of(Asking()).first("slow", lambda: time.sleep(1.5) or 7)
 
 
 def test_the_first_process_may_take_its_time(libraries):
-    """Mutant: those that it has not met give it up."""
+    """Mutant: processes that have not met the first one stop waiting for it."""
     with libraries.group(2, backend="gloo") as group:
         assert group.run(slow_first) == [7, 7]

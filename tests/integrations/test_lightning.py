@@ -30,7 +30,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """The end of an undisturbed run, by its arguments."""
+    """Return the end of an undisturbed run, by its arguments."""
     return runs.undisturbed(lit.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -52,7 +52,7 @@ ADAPTED = {"evaluates": True, "lora": True, "accumulation": 2, "last": 18}
     ],
 )
 def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, steps, began, arguments):
-    """Weights, log, the best model and its score; and it leaves the same checkpoints."""
+    """Both trainings end with equal weights, log, best model and score, and leave the same checkpoints."""
     start, *wanted = undisturbed(**arguments)
     assert start == 0
     for strike in steps:  # in the middle of an epoch
@@ -60,7 +60,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbe
     assert ended(play(libraries, tmp_path, **arguments)) == (began, *wanted)
     for path in (tmp_path / "checkpoints").iterdir():
         assert fastckpt.verify(path).ok
-    # Once more, after its end: it takes the steps since the last checkpoint again.
+    # Started again after its end, the training repeats the steps since the last checkpoint.
     start = arguments.get("last", lit.STEPS) // 5 * 5
     assert ended(play(libraries, tmp_path, **arguments)) == (start, *wanted)
 
@@ -76,11 +76,11 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbe
     ],
 )
 def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began):
-    """Weights, log, the best model and its score; ModelCheckpoint's save for a stop is there in addition."""
+    """Weights, log, best model and score are equal; in addition, ModelCheckpoint leaves its save for a stop."""
     _, wanted, left = undisturbed(evaluates=True)
     (first,) = play(libraries, tmp_path, strike, evaluates=True)
     assert first.kind == ("died" if strike[0] == KILL else "raised")
-    # Once more, after its end: from step 35, or not at all, where Lightning has saved the end.
+    # Started again after its end, the training begins at step 35, or does nothing if Lightning saved the end.
     for starts in ({began}, {35, None}):
         start, found, there = ended(play(libraries, tmp_path, evaluates=True))
         assert start in starts
@@ -90,12 +90,12 @@ def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began
 
 @pytest.mark.parametrize("arguments", [{}, {"second": True}, {"epochs": True}], ids=["plain", "two", "epochs"])
 def test_it_is_what_lightning_does_by_itself(libraries, undisturbed, arguments):
-    """The same training, the same decisions, the same names, also of checkpoints that are on their way."""
+    """With and without the plugin, training, decisions and names are the same, even of checkpoints in flight."""
     assert undisturbed(installed=False, **arguments) == undisturbed(**arguments)
 
 
 def test_random_states_are_those_of_the_run_that_loads_them():
-    """Mutant: a later fit gets those of a checkpoint that was validated."""
+    """Mutant: a later fit gets the random states of a checkpoint that was validated."""
     states, saved = RandomStates(), {}
     trainer = SimpleNamespace(world_size=1, global_rank=0, state=TrainerState())
     states.on_save_checkpoint(trainer, None, saved)
@@ -133,7 +133,7 @@ def test_strategies_that_read_files_of_torch_write_them(tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"save_last": "link"}, {"epochs": True}], ids=["link", "epochs"])
 def test_it_goes_on_as_lightning_does(libraries, tmp_path, arguments):
-    """A link is to the last of the best, not to the last; from the end of an epoch, one without batches begins."""
+    """Links lead to the last of the best, not to the last; after the end of an epoch, one without batches begins."""
     ends = []
     for name, installed in (("ours", True), ("theirs", False)):
         for strike in (13, 22):
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_one_of_fastckpt(libraries, undisturbed, tmp_path):
 
 
 def test_a_run_of_lightning_goes_on(libraries, undisturbed, tmp_path):
-    """torch's file is read, and stays until its replacement is durable."""
+    """The file that torch wrote is read, and stays until its replacement is durable."""
     killed(libraries, tmp_path, 22, installed=False)
     folder = tmp_path / "checkpoints"
     assert (folder / "last.ckpt").is_file()
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_an_error(libraries, tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A plugin whose saves end when the test lets them; and those saves."""
+    """Return a plugin whose saves end when the test lets them, and the list of these saves."""
     saves = []
 
     class Save:
@@ -209,14 +209,14 @@ def slow(monkeypatch):
                 if self.exception() is not None:
                     raise self.error
             finally:
-                del self  # as that of a save
+                del self  # as a real save does
 
     monkeypatch.setattr(fastckpt, "save_async", lambda state, path, **_: Save(state, path))
     return CheckpointIO(), saves
 
 
 def save(plugin, state, path, **how):
-    """As ModelCheckpoint does while training goes on; return the trainer, and ModelCheckpoint."""
+    """Save as ModelCheckpoint does during training; return the trainer and the ModelCheckpoint."""
     strategy = SimpleNamespace(
         checkpoint_io=plugin, reduce_boolean_decision=lambda told, **_: told, barrier=lambda: None
     )
@@ -228,25 +228,25 @@ def save(plugin, state, path, **how):
 
 
 def test_nothing_goes_before_what_was_saved_before_it_is_durable(slow, tmp_path):
-    """Mutant: removals are carried out at once."""
+    """Mutant: removals happen immediately."""
     plugin, saves = slow
     for number in range(3):
         trainer, checkpoints = save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt")
         if number:
             plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
     there = [checkpoints.file_exists(str(tmp_path / f"{name}.ckpt"), trainer) for name in (0, 2, 3)]
-    assert there == [False, True, False], "as without a background"
+    assert there == [False, True, False], "as without saves in the background"
     saves[0].exception()
     plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["0.ckpt"]
     saves[1].exception()
-    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"], "it goes as soon as it may"
+    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"], "it is removed as soon as possible"
     assert plugin.load_checkpoint(tmp_path / "2.ckpt") == {"epoch": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
 
 
 def test_the_first_checkpoint_of_a_directory_is_waited_for(slow, tmp_path):
-    """Lightning puts links beside it, and has no other moment to make the directory."""
+    """Lightning creates links beside the checkpoint, and never makes the directory later."""
     plugin, _ = slow
     for number, is_there in enumerate((True, False)):
         save(plugin, {"epoch": number}, tmp_path / "run" / f"{number}.ckpt")
@@ -254,7 +254,7 @@ def test_the_first_checkpoint_of_a_directory_is_waited_for(slow, tmp_path):
 
 
 def test_a_link_is_never_to_what_is_not_there(slow, tmp_path):
-    """Mutant: a run that is killed while the save is on its way begins anew."""
+    """Mutant: a run that is killed during the save begins anew."""
     plugin, _ = slow
     for number, how in enumerate(({}, {"save_last": "link"})):
         trainer, checkpoints = save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt", **how)
@@ -267,7 +267,7 @@ def test_a_link_is_never_to_what_is_not_there(slow, tmp_path):
 def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
     plugin, saves = slow
     plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
-    assert (tmp_path / "0.ckpt").exists(), "what ModelCheckpoint does not save is there at once"
+    assert (tmp_path / "0.ckpt").exists(), "a checkpoint that ModelCheckpoint does not save exists at once"
     save(plugin, {"epoch": 1}, tmp_path / "1.ckpt")
     plugin.remove_checkpoint(tmp_path / "0.ckpt")
     saves[0].error = OSError("the disk is gone")
@@ -278,7 +278,7 @@ def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
 
 
 def test_a_save_that_ends_meanwhile_hides_no_other(slow, tmp_path):
-    """Mutant: the saves to wait for are read from a list that the thread of a save shortens."""
+    """Mutant: the wait reads the saves from a list that the thread of a save shortens."""
     plugin, saves = slow
     for number in range(2):
         save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt")
@@ -287,7 +287,7 @@ def test_a_save_that_ends_meanwhile_hides_no_other(slow, tmp_path):
         __slots__ = ()
 
         def __iter__(self):
-            saves[0].exception()  # ends it
+            saves[0].exception()  # ends the save
             return super().__iter__()
 
     plugin._queue[0] = Read(plugin._queue[0])
@@ -296,7 +296,7 @@ def test_a_save_that_ends_meanwhile_hides_no_other(slow, tmp_path):
 
 
 def test_a_failure_that_was_caught_keeps_no_state(slow, tmp_path):
-    """Mutant: the frame that raises the error has it, too, in a cycle with the state of the next save."""
+    """Mutant: the frame that raises the error also refers to it, in a cycle with the state of the next save."""
     plugin, saves = slow
     save(plugin, {"epoch": 0}, tmp_path / "0.ckpt")
     saves.pop().error = OSError("the disk is gone")
@@ -355,6 +355,6 @@ def test_files_of_torch_and_other_places_are_as_without_it(tmp_path):
 
 
 def test_the_programs_of_the_page_about_migration(libraries, tmp_path):
-    """Those of docs/migrate/lightning.md: Lightning's own file, a directory of ours, and a file again."""
+    """The programs of docs/migrate/lightning.md save Lightning's file, a directory of fastckpt, and a file again."""
     with libraries.group(1, backend="") as group:
         assert group.run(lit.migrated, str(tmp_path), timeout=120) == [[(4, False), (8, True), (12, True)]]

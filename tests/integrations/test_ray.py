@@ -17,7 +17,7 @@ from harness import pages
 
 
 class Train(types.ModuleType):
-    """``ray.train`` of one worker, as far as the integration calls it."""
+    """The part of ``ray.train`` that the integration calls, for one worker."""
 
     CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="NO_UPLOAD")
     CheckpointConsistencyMode = types.SimpleNamespace(COMMITTED="COMMITTED")
@@ -30,7 +30,7 @@ class Train(types.ModuleType):
 
     def Checkpoint(self, path, filesystem):  # noqa: N802
         assert filesystem is self.storage.storage_filesystem
-        assert path.startswith(f"{self.storage.experiment_fs_path}/"), "Ray goes by the text"
+        assert path.startswith(f"{self.storage.experiment_fs_path}/"), "Ray compares the text of paths"
         return types.SimpleNamespace(path=path)
 
     def get_context(self):
@@ -56,12 +56,12 @@ def train(monkeypatch, tmp_path):
     package.train = made
     monkeypatch.setitem(sys.modules, "ray", package)
     monkeypatch.setitem(sys.modules, "ray.train", made)
-    importlib.reload(door)  # it is another process
+    importlib.reload(door)  # as in a new process
     return made
 
 
 def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
-    """Mutant: it is reported again, and Ray removes it with the older of the two."""
+    """Mutant: a checkpoint is reported again, and Ray removes it together with the older report."""
     with fastckpt.Manager(tmp_path / "steps", save_when=3) as manager:
         for step in range(1, 8):
             if manager.save(step, {"weight": torch.ones(3)}):
@@ -69,7 +69,7 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
             door.report({"step": step}, manager)
     paths = [str(tmp_path / "link" / "steps" / f"step-{step:08d}") for step in (3, 6)]
     assert train.reported == [(1, None), (2, None), (3, paths[0]), (4, None), (5, None), (6, paths[1]), (7, None)]
-    # After a restart, Ray knows those, perhaps by another path; another worker reports none.
+    # After a restart, Ray knows these checkpoints, perhaps by another path; another worker reports none.
     importlib.reload(door)
     train.known = [str(tmp_path / "steps" / "step-00000006")]
     door.report({"step": 8}, manager)
@@ -80,7 +80,7 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
 
 
 def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
-    """Mutant: Ray removes its new save together with the old one."""
+    """Mutant: Ray removes the run's new save together with the old one."""
     state = {"weight": torch.ones(3)}
     with fastckpt.Manager(tmp_path / "steps") as manager:
         for step in (1, 2, 3):
@@ -98,7 +98,7 @@ def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
 
 
 def test_what_was_not_restored_is_not_reported(train, tmp_path):
-    """Damaged, or left behind: Ray would remove a good one for it."""
+    """A damaged or abandoned checkpoint is not reported: Ray would remove a good checkpoint for it."""
     state = {"weight": torch.ones(3)}
     with fastckpt.Manager(tmp_path / "steps") as manager:
         for step in (1, 2):
@@ -159,7 +159,7 @@ def test_the_program_of_the_guide(train):
 
 
 def test_the_program_of_the_examples(train, monkeypatch, capsys):
-    """It continues where it stopped; started after its end, it takes no step."""
+    """The program continues where it stopped; started after its end, it takes no step."""
 
     def trainer(function, *, train_loop_config, scaling_config, run_config):
         def fit():

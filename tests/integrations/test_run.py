@@ -1,4 +1,4 @@
-"""``fastckpt run``: a program, and the processes that it starts, save through fastckpt, their code unchanged."""
+"""``fastckpt run``: a program and the processes that it starts save through fastckpt with unchanged code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(folder, *arguments, path="", **variables):
 
 
 def test_the_program_takes_the_place_of_the_command(tmp_path):
-    """Arguments, standard output and exit status are the program's."""
+    """Arguments, standard output and exit status belong to the program."""
     (tmp_path / "p.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
     for command in (["--", "p.py", "--json", "-x"], ["--", sys.executable, "p.py", "--json", "-x"]):
         done = run(tmp_path, *command)
@@ -38,7 +38,7 @@ def test_the_program_takes_the_place_of_the_command(tmp_path):
 
 
 def test_a_framework_gets_its_door_when_it_is_imported_also_in_a_child(tmp_path):
-    """A library that is not imported costs nothing."""
+    """A library that the program does not import costs nothing."""
     child = "subprocess.run([sys.executable, '-W', 'ignore', 'child.py'], check=True)"
     (tmp_path / "p.py").write_text(f"import subprocess, sys; {child}; print('fastckpt' in sys.modules)")
     source = "import fastckpt.integrations.transformers as d; print(d._installed.options is not None, flush=True)"
@@ -92,7 +92,7 @@ def test_without_its_package(tmp_path):
 
 
 def test_a_framework_that_a_door_does_not_fit_saves_by_itself(tmp_path):
-    """Another version of it, for instance: the program continues, with a message."""
+    """The framework may have another version: then the program continues, with a message."""
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("__version__ = '3.0'")
     (tmp_path / "transformers" / "trainer.py").write_text("")

@@ -1,4 +1,4 @@
-"""safetensors' files by the integration: the same bytes, whole, durable and checked; and tensors that threads fetch."""
+"""safetensors files written by the integration: the same bytes, durable and checked; and tensors that threads fetch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from harness.rot import rot
 
 CHECKSUM = "user.fastckpt.crc64nvme"
 WAIT = 60
-#: What safetensors calls the dtypes of torch that it has.
+#: The dtypes of torch that safetensors supports, under the names of safetensors.
 DTYPES = []
 for _dtype in {one for one in vars(torch).values() if isinstance(one, torch.dtype)}:
     try:
@@ -44,7 +44,7 @@ def raw(tensor):
 
 @pytest.fixture(scope="module")
 def tensors():
-    """Of each dtype two, an empty one and a scalar; names that JSON escapes."""
+    """Tensors of each dtype, two filled, one empty and one scalar, with names that JSON escapes."""
     made = {'a "\\\n\x01\x7fé€😀': torch.arange(3.0)}
     for number, dtype in enumerate(sorted(DTYPES, key=str)):
         zeros = torch.zeros(4, 3, dtype=torch.uint8).view(torch.uint8)
@@ -64,7 +64,7 @@ def state():
     return {
         "model": {"w": torch.randn(400, 25), "b": torch.randn(25).to(torch.bfloat16), "none": torch.empty(0, 3)},
         "optimizer": {"m": torch.randn(400, 25)},
-        "w": torch.ones(3),  # in the other file, as the model's is in its
+        "w": torch.ones(3),  # in the other file; the model's file has a tensor of this name, too
         "step": 3,
     }
 
@@ -76,7 +76,7 @@ def checkpoint(state, tmp_path):
 
 
 def damage(checkpoint, name):
-    """Damage one tensor; where its bytes lie, by the header."""
+    """Damage one tensor, in the middle of the bytes that its header entry gives."""
     file = checkpoint / ("model.safetensors" if name in ("w", "b") else "training/training.safetensors")
     content = file.read_bytes()
     data = 8 + int.from_bytes(content[:8], "little")
@@ -86,7 +86,7 @@ def damage(checkpoint, name):
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": 'p"t'}])
 def test_a_file_holds_what_one_of_safetensors_holds(tensors, tmp_path, metadata):
-    """Of dtypes of one width, safetensors has an order of its own."""
+    """safetensors has its own order for dtypes of equal width."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     safetensors.torch.save_file(tensors, theirs, metadata)
     door.save_file(tensors, str(ours), metadata)
@@ -104,7 +104,7 @@ def test_a_file_holds_what_one_of_safetensors_holds(tensors, tmp_path, metadata)
 
 
 def test_arrays_are_written_as_they_look(tmp_path):
-    """safetensors writes the memory of an array, also where its order is another one."""
+    """safetensors writes the memory of an array even if the array has another order."""
     square = np.arange(6.0).reshape(2, 3)
     arrays = {
         "w": square,
@@ -191,7 +191,7 @@ def test_a_description_that_is_wrong_replaces_nothing(tmp_path, given):
 
 
 def test_a_header_that_is_too_long_is_refused(tmp_path):
-    """By safetensors, too: no reader could open the file."""
+    """safetensors also refuses this header: no reader could open the file."""
     path = tmp_path / "m.safetensors"
     for save in (safetensors.numpy.save_file, door.save_file):
         with pytest.raises(SafetensorError, match=r"header too large|more than 100000000 bytes"):
@@ -200,7 +200,7 @@ def test_a_header_that_is_too_long_is_refused(tmp_path):
 
 
 def test_installed_it_leaves_what_a_link_points_to(tmp_path):
-    """Such as a cache's file, which other links share."""
+    """A link may point to a file of a cache, which other links share."""
     door.save_file({"w": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "link").symlink_to("blob")
     with door.install():
@@ -226,7 +226,7 @@ def test_a_handle_has_what_theirs_has(tensors, tmp_path, framework, backend):
     if framework == "np":
         safetensors.numpy.save_file({"w": np.arange(6).reshape(2, 3)}, path, {"a": "b"})
     else:
-        # Of two values in a byte their pread makes no tensor.
+        # With pread, safetensors makes no tensor of a dtype with two values per byte.
         some = {name: tensor for name, tensor in tensors.items() if "float4" not in name}
         safetensors.torch.save_file(some, path, {"a": "b"})
     with safetensors.safe_open(path, framework, backend=backend) as theirs:
@@ -307,7 +307,7 @@ def test_a_damaged_tensor_of_a_checkpoint_is_not_given(checkpoint, tmp_path, nam
 
 
 def test_a_tensor_is_compared_once(state, checkpoint):
-    """What is damaged later shows, as a mapping shows the file; a new handle compares anew."""
+    """Later damage is visible, because a mapping shows the file; a new handle compares again."""
     path = checkpoint / "model.safetensors"
     with door.safe_open(path, "pt") as file:
         assert torch.equal(copy.copy(file.get_slice("w"))[1:], state["model"]["w"][1:])
@@ -318,7 +318,7 @@ def test_a_tensor_is_compared_once(state, checkpoint):
 
 
 def test_a_damaged_header_is_noticed(checkpoint):
-    """One letter of a name: safetensors finds a tensor of that name."""
+    """One letter of a name is changed: safetensors finds a tensor with the changed name."""
     path = checkpoint / "model.safetensors"
     rot(path, path.read_bytes().index(b'"b"') + 1)
     with safetensors.safe_open(path, "pt") as file:
@@ -362,7 +362,7 @@ def test_a_single_file_is_compared_where_it_is_read_as_a_whole(tmp_path):
 
 
 def test_a_handle_of_what_was_replaced(state, checkpoint):
-    """It continues with the file that it has opened; tensors that can no longer be verified are not returned."""
+    """A handle continues with the file that it opened; it does not return tensors that can no longer be verified."""
     path = checkpoint / "model.safetensors"
     with door.safe_open(path, "pt") as file, door.safe_open(path, "pt", verify=False) as other:
         file.get_tensor("w")
@@ -381,7 +381,7 @@ def test_a_handle_of_what_was_replaced(state, checkpoint):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_not_given(state, checkpoint, when):
-    """Its bytes would be compared with the checksums of another, whose header is the same."""
+    """The bytes would be compared with the checksums of another checkpoint with an equal header."""
 
     def racing(real):
         def opened(*given, **options):
@@ -414,7 +414,7 @@ def none_left():
 
 @pytest.fixture
 def held(checkpoint):
-    """Reads of tensors wait, each for its turn: the function releases one by its name, or all."""
+    """Reads of tensors wait: the returned function releases a read by the name of its tensor, or all reads."""
     gates = {name: threading.Event() for name in ("w", "b", "none")}
     begun = concurrent.futures.Future()
 
@@ -455,7 +455,7 @@ def test_all_tensors_are_fetched(tensors, tmp_path, threads):
             found[name] = tensor
         assert list(loader) == []
     assert found.keys() == tensors.keys()
-    path.write_bytes(b"\0" * path.stat().st_size)  # a page of the file would show it
+    path.write_bytes(b"\0" * path.stat().st_size)  # a tensor mapped from the file would change
     for name, tensor in tensors.items():
         assert torch.equal(raw(found[name]), raw(tensor))
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -544,7 +544,7 @@ def test_damage_reaches_who_asks_for_the_tensor(state, checkpoint):
 
 @pytest.mark.usefixtures("none_left")
 def test_closing_ends_the_reads(checkpoint, held):
-    """The thread ends after what it reads."""
+    """The thread ends after its current read."""
     with door.safe_open(checkpoint / "model.safetensors", "pt") as file:
         loader = file.prefetch(threads=1)
     held.begun()
@@ -578,7 +578,7 @@ def test_an_error_in_the_block_ends_the_reads(checkpoint):
     concurrent.futures.wait(loader._futures.values())
     loader.close()
     with pytest.raises(SafetensorError, match="closed"):
-        loader.take("w")  # it was there, and is released
+        loader.take("w")  # it was fetched, and then released
 
 
 def test_a_loader_belongs_to_its_process(checkpoint):
@@ -598,7 +598,7 @@ def test_a_loader_belongs_to_its_process(checkpoint):
 
 
 def test_to_cuda_safetensors_fetches_where_it_can(checkpoint):
-    """After what is planned was compared."""
+    """safetensors fetches after the planned tensors were verified."""
     calls = []
 
     class Newer:
@@ -637,7 +637,7 @@ def test_to_cuda_safetensors_fetches_where_it_can(checkpoint):
 
 
 def test_installed(checkpoint, tmp_path):
-    """``save_file`` was imported before; ``safe_open`` is imported after."""
+    """The program imported ``save_file`` before the install, and imports ``safe_open`` after it."""
     from safetensors.torch import load_file, save_file
 
     path = tmp_path / "m.safetensors"
@@ -675,7 +675,7 @@ def test_installed(checkpoint, tmp_path):
 
 
 def test_transformers_saves_by_the_door(tmp_path):
-    """Whose ``save_file`` was imported before."""
+    """transformers imported ``save_file`` before the install."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -687,7 +687,7 @@ def test_transformers_saves_by_the_door(tmp_path):
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 
 
-#: Their tests, but for those of frameworks that are not here. These demand that a CPU is refused.
+#: The tests of safetensors, except those of frameworks that are not installed. These demand that a CPU is refused.
 THEIRS = ["simple", "pread_backend", "pt_comparison", "pt_model", "threadable", "multithreaded", "handle"]
 REFUSALS = ["works_from_any_backend", "requires_cuda", "device_overrides_the_handle"]
 PLUGIN = """
@@ -719,7 +719,7 @@ def pytest_unconfigure():
 
 @pytest.mark.slow
 def test_their_own_tests_pass(tmp_path):
-    """From the source distribution of the installed version."""
+    """The tests come from the source distribution of the installed version."""
     version = safetensors.__version__
     wanted = [
         "--no-deps",

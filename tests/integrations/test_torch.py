@@ -1,4 +1,4 @@
-"""``torch.save`` and ``torch.load`` by the file objects of fastckpt: torch's own files, whole, durable and checked."""
+"""``torch.save`` and ``torch.load`` on file objects of fastckpt: torch's own format, whole, durable and checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("new", [True, False])
 def test_by_hand(state, tmp_path, new):
-    """``torch.save`` needs ``write`` alone, in both of its formats."""
+    """``torch.save`` needs only ``write``, in both of its formats."""
     path = tmp_path / "state.pt"
     with fastckpt.open_write(path) as file:
         torch.save(state, file, _use_new_zipfile_serialization=new)
@@ -45,7 +45,7 @@ def test_by_hand(state, tmp_path, new):
     if new:
         loads.append(torch.load(path, mmap=True))
         with zipfile.ZipFile(path) as archive:
-            assert archive.testzip() is None, "torch sums its records, unless the door is installed"
+            assert archive.testzip() is None, "torch computes checksums unless the integration is installed"
     with fastckpt.open_read(path) as file:
         loads.append(torch.load(file))
     assert all(same(state, loaded) for loaded in loads)
@@ -73,7 +73,7 @@ def test_installed(state, tmp_path):
         torch.load(path)
     before = path.read_bytes()
     torch.save(state, path)
-    assert path.read_bytes() != before, "torch wrote it, and with its sums"
+    assert path.read_bytes() != before, "torch wrote it, with checksums"
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
 
@@ -106,7 +106,7 @@ def test_what_is_no_path_of_a_file_goes_to_torch(state, tmp_path):
 
 
 def test_what_a_new_file_would_not_be_is_torchs(state, tmp_path):
-    """A file with two names keeps both; and a save without data goes back in its file."""
+    """A file with two names keeps both; a save without data seeks back in its file."""
     path, other = tmp_path / "state.pt", tmp_path / "other.pt"
     path.write_text("old")
     os.link(path, other)
@@ -121,7 +121,7 @@ def test_what_a_new_file_would_not_be_is_torchs(state, tmp_path):
 
 
 def test_a_save_inside_of_another_leaves_its_sums_off(tmp_path):
-    """As one of another thread does. Mutant: each save switches torch's sums on again as it ends."""
+    """A save in another thread does so, too. Mutant: each save switches torch's checksums on again at its end."""
     seen = []
 
     class Outer:

@@ -1,4 +1,4 @@
-"""torch_checkpointing on fastckpt's files: its saves are durable and checked, and a kill costs no older checkpoint."""
+"""torch_checkpointing on fastckpt's files: its saves are durable and checked, and a kill loses no older checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs  # noqa: E402
 from fastckpt.integrations.torch_checkpointing import StorageConfig  # noqa: E402
 
 CHECKSUM = "user.fastckpt.crc64nvme"
-#: Without a device.
+#: The staging of a process without a device.
 STAGING = CheckpointStagerConfig(use_pinned_memory=False, use_async_staging=False, use_non_blocking_copy=False)
 
 
@@ -46,7 +46,7 @@ def manager_of(io="auto", *, mmap=True, reshards=False, **config):
 
 
 def state(step):
-    """A rank's part of a state."""
+    """Return a rank's part of a state."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     weight = torch.arange(24.0).reshape(8, 3) + step + rank
     return {"model": {"weight": weight}, "own": {"big": torch.full((300_000,), float(step)), "step": step}}
@@ -59,7 +59,7 @@ def save(folder, step):
 
 
 def load(folder, step, **config):
-    """Load into another state; whether all of it is that of the step."""
+    """Load into another state; return whether all values belong to the step."""
     manager = manager_of(**config)
     found, saved = manager.load(f"{folder}/step-{step}", state(-7)), state(step)
     manager.close()
@@ -77,7 +77,7 @@ def test_save_load_and_no_place_is_taken_twice(tmp_path):
     assert {len(os.listxattr(tmp_path / name)) for name in before} == {1}
     assert [load(tmp_path, 1, mmap=mmap) for mmap in (True, False)] == [True, True]
     with zipfile.ZipFile(tmp_path / "step-1" / "own_0.pt") as archive:
-        assert archive.testzip() is not None, "torch has summed its records"
+        assert archive.testzip() is not None, "torch wrote checksums"
     manager = manager_of()
     with pytest.raises(FileExistsError, match=r"rename .*tmp_step-1: only an empty directory.*step-1'$"):
         manager.save(f"{tmp_path}/step-1", state(2))
@@ -91,7 +91,7 @@ def test_save_load_and_no_place_is_taken_twice(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_to_its_end_is_not_there(tmp_path):
-    """Mutant: the stream is closed after an error as after its end."""
+    """Mutant: a stream is closed after an error as after success."""
     manager = manager_of()
     with pytest.raises((AttributeError, TypeError), match=r"lambda|pickle"):
         manager.save(f"{tmp_path}/step-1", {"own": [torch.ones(3), lambda: 0]})
@@ -110,7 +110,7 @@ def test_damage_is_noticed_unless_nobody_wants_to_know(tmp_path):
 
 
 def test_a_file_is_compared_once_in_a_load(tmp_path, monkeypatch):
-    """Mutant: several threads read it, each by a stream of its own."""
+    """Mutant: several threads read a file, each with its own stream."""
     save(tmp_path, 1)
     monkeypatch.setenv("TORCH_CKPT_PARALLEL_FILL_CHUNK_MB", "1")
     opened = []
@@ -128,7 +128,7 @@ def test_a_file_is_compared_once_in_a_load(tmp_path, monkeypatch):
 
 
 def test_all_that_a_checkpoint_consists_of_is_synced(tmp_path):
-    """Mutant: ``mkdir`` and ``rename`` are those of torch_checkpointing's own storage."""
+    """Mutant: ``mkdir`` and ``rename`` of torch_checkpointing's own storage are used."""
     synced = []
 
     def noted(real):
@@ -146,7 +146,7 @@ def test_all_that_a_checkpoint_consists_of_is_synced(tmp_path):
 
 
 def test_the_table_of_renames(tmp_path):
-    """torch_checkpointing's requirements of each storage."""
+    """The table has torch_checkpointing's requirements for each storage."""
     storage = StorageConfig().create_storage()
 
     def make(name, kind):
@@ -200,7 +200,7 @@ def save_in_the_background(folder):
 
 
 def test_its_process_in_the_background_writes_so_too(forge, tmp_path):
-    """In a process where no other test has set up a device."""
+    """The test uses a process in which no other test has set up a device."""
     with forge.group(1) as group:
         group.run(save_in_the_background, str(tmp_path), timeout=150)
     assert all(CHECKSUM in os.listxattr(tmp_path / name) for name in files(tmp_path))
@@ -208,7 +208,7 @@ def test_its_process_in_the_background_writes_so_too(forge, tmp_path):
 
 
 def reshard(folder):
-    """Save sharded tensors, and load them into whole ones: by slices of the file."""
+    """Save sharded tensors, and load them into whole tensors, by slices of the file."""
     mesh = init_device_mesh("cpu", (1,))
     saved = distribute_tensor(torch.arange(24.0).reshape(8, 3), mesh, [Shard(0)])
     manager = manager_of(reshards=True)
@@ -220,7 +220,7 @@ def reshard(folder):
 
 
 def test_what_is_spread_otherwise_is_read_in_slices(forge, tmp_path):
-    """On one rank: several gather their parts by CUDA alone."""
+    """The test uses one rank: several ranks gather their parts only through CUDA."""
     with forge.group(1) as group:
         assert group.run(reshard, str(tmp_path / "step-1")) == [True]
     assert all(CHECKSUM in os.listxattr(tmp_path / name) for name in files(tmp_path))
@@ -237,7 +237,7 @@ def test_two_ranks(forge, tmp_path):
         assert group.run(load, str(tmp_path), 2) == [True, True]
 
 
-#: Where a rank is killed while it saves, and whether the checkpoint is there then.
+#: The points of a save at which a rank is killed, and whether the checkpoint exists after that.
 KILLS = {
     "before its first file": (Strike(1, "fastckpt:open_write"), False),
     "in its first file": (Strike(1, "torch:save", when="after"), False),

@@ -24,11 +24,11 @@ def forge():
 
 
 def play(groups, folder, last=STEPS, kind="ours", *, ranks=2, **config):
-    """Each rank's findings in a run, and its end.
+    """Run a training; return each rank's findings and its end.
 
-    ``groups``: ``forge.group``, whose processes are new, as where a job is started again, or is to have fastckpt
-    installed for good; or ``lasting``, whose processes have played before, and know already how torch spreads this
-    model, which takes most of a run's time.
+    ``groups``: ``forge.group``, with new processes, for a job that starts again or installs fastckpt permanently; or
+    ``lasting``, with processes that have trained before and have cached how torch spreads this model, which takes most
+    of a run's time.
     """
     with groups(ranks) as group:
         return group.run(titan.train, folder, last, kind, timeout=240, **config)
@@ -42,12 +42,12 @@ def killed(forge, folder, dies, **config):
 
 @pytest.fixture(scope="module")
 def straight(lasting, tmp_path_factory):
-    """The end of an undisturbed run of torchtitan's own manager."""
+    """Return the end of an undisturbed run of torchtitan's own manager."""
     return [result[2] for result in play(lasting, tmp_path_factory.mktemp("straight"), kind="stock")]
 
 
 def begun(results):
-    """The step that all ranks began with; and the end of each."""
+    """Return the step with which all ranks began, and the end of each rank."""
     assert len({result[:2] for result in results}) == 1
     step, rows, _ = results[0]
     assert rows == 7 * step
@@ -70,7 +70,7 @@ def test_save_restart_resume_and_keep_the_latest(forge, lasting, straight, tmp_p
         path = tmp_path / "run" / f"step-{step}"
         assert fastckpt.verify(path).ok
         assert are_named(path) == {adapter is not None}
-    # Once more, after its end.
+    # The run starts again after its end.
     assert begun(play(lasting, tmp_path, **config)) == (7, straight)
 
 
@@ -81,7 +81,7 @@ def are_named(path):
 
 @pytest.mark.parametrize("adapter", ["drops", "fails"])
 def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_path, adapter):
-    """Some of torchtitan's drop LoRA's tensors, and the biases of experts; some do not know each way to shard."""
+    """Some adapters of torchtitan drop tensors of LoRA and biases of experts; some reject kinds of sharding."""
     told = {
         "drops": "adapter fails: ValueError: it drops 1 of the names, such as gain",
         "fails": "adapter fails: RuntimeError",
@@ -89,7 +89,7 @@ def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_
     play(lasting, tmp_path, 4, adapter=adapter, told=[told])
     assert are_named(tmp_path / "run" / "step-4") == {False}
     assert begun(play(lasting, tmp_path, adapter=adapter, told=[told])) == (4, straight)
-    # An export is the adapter's output.
+    # An export consists of the adapter's output, even if that lacks names.
     config = {"ends": True, "last_save_model_only": True, "last_save_in_hf": True}
     if adapter == "drops":
         play(lasting, tmp_path, 8, adapter=adapter, told=[told], **config)
@@ -97,7 +97,7 @@ def test_an_adapter_that_does_not_keep_all_is_left_alone(lasting, straight, tmp_
 
 
 def test_names_may_change_in_a_run(lasting, straight, tmp_path):
-    """Each checkpoint says which ones it has."""
+    """Each checkpoint records which names it has."""
     for last, hugging_face in ((3, False), (5, True)):
         play(lasting, tmp_path, last, adapter="whole", hugging_face=hugging_face)
         assert are_named(tmp_path / "run" / f"step-{last}") == {hugging_face}
@@ -105,7 +105,7 @@ def test_names_may_change_in_a_run(lasting, straight, tmp_path):
 
 
 def test_stages_of_a_pipeline_share_a_loader(forge, tmp_path):
-    """The state of each has a random number of its own."""
+    """The state of each stage has its own random number."""
     with forge.group(2) as group:
         assert group.run(titan.pipeline, tmp_path, timeout=120) == [(True, (3, 3))] * 2
 
@@ -121,16 +121,16 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(forge, lasting, straight
 
 
 def test_killed(forge, straight, tmp_path):
-    """Between a step and its save; two are there at any time."""
+    """The kill comes between a step and its save; at any time, two checkpoints exist."""
     for dies in (3, 5):
         killed(forge, tmp_path, dies, keep_latest_k=2, async_mode="disabled")
-        # Retention may be about to remove the one before them.
+        # Retention may be about to remove the checkpoint before these two.
         assert steps_of(tmp_path)[-2:] == [dies - 2, dies - 1]
     assert begun(play(forge.group, tmp_path, keep_latest_k=2)) == (4, straight)
 
 
 def test_one_process_goes_on(forge, lasting, tmp_path):
-    """torchtitan's loader of rows does not."""
+    """One process continues a run of two, except for torchtitan's loader of rows."""
     play(lasting, tmp_path, 4)
     config = {"exclude_from_loading": ["dataloader"], "told": ["2 ranks saved states with per_rank="]}
     (alone,) = play(forge.group, tmp_path, 4, ranks=1, **config)
@@ -149,7 +149,7 @@ def test_the_newest_that_verifies(lasting, straight, tmp_path):
 
 
 def test_the_newest_that_verifies_before_the_last_step(lasting, straight, tmp_path):
-    """Which has the model alone."""
+    """The last step has only the model."""
     config = {"ends": True, "last_save_model_only": True}
     assert begun(play(lasting, tmp_path, **config)) == (0, straight)
     (tmp_path / "run" / "step-6" / "model.safetensors").write_bytes(b"damaged")
@@ -178,7 +178,7 @@ def test_a_step_is_chosen(forge, lasting, tmp_path):
 
 @pytest.mark.parametrize("adapter", [None, "whole"])
 def test_the_last_step_is_for_export(forge, lasting, straight, tmp_path, adapter):
-    """It has the model alone, cast; a run that is started again goes on from the one before."""
+    """The last step has only the model, cast; a run that starts again continues from the step before."""
     config = {"ends": True, "last_save_model_only": True, "export_dtype": "bfloat16", "adapter": adapter}
     config |= {"last_save_in_hf": adapter is not None}
     assert begun(play(lasting, tmp_path, **config)) == (0, straight)
@@ -188,7 +188,7 @@ def test_the_last_step_is_for_export(forge, lasting, straight, tmp_path, adapter
     assert fastckpt.load(tmp_path / "run" / "step-6")["train_state"]["step"] == 6
     assert begun(play(lasting, tmp_path, **config)) == (6, straight)
     assert begun(play(lasting, tmp_path, **config)) == (6, straight)
-    # As with torchtitan's own manager, it is no place to go on from.
+    # As with torchtitan's own manager, no run can continue from this step.
     with forge.group(1) as group:
         group.start(titan.train, tmp_path, STEPS, "ours", load=7, **config)
         (outcome,) = group.outcomes(120)
@@ -202,13 +202,13 @@ def test_the_last_step_is_for_export(forge, lasting, straight, tmp_path, adapter
 
 
 def seed(folder):
-    """Like torchtitan with ``create_seed_checkpoint``: a checkpoint of step 0, and nothing else."""
+    """Act like torchtitan with ``create_seed_checkpoint``: make a checkpoint of step 0, and nothing else."""
     return titan.train(folder, 0, "ours", seeds=True, last_save_model_only=True)
 
 
 @pytest.mark.parametrize("change", [None, torch.bfloat16])
 def test_a_seed_is_a_model(forge, lasting, tmp_path, change):
-    """Of the dtype of exports; a run casts it to its own."""
+    """A seed has the dtype of exports; a run casts it to its own dtype."""
     with forge.group(1) as group:
         group.run(seed, tmp_path, timeout=120)
     assert [*fastckpt.load(tmp_path / "run" / "step-0")] == ["model"]
@@ -224,7 +224,7 @@ def flat(value):
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "installed", "hugging face"])
 def test_what_a_run_begins_with(forge, lasting, tmp_path, kind):
-    """Checkpoints of fastckpt, of torch.distributed.checkpoint and of Hugging Face; the model, or all."""
+    """A run begins with a checkpoint of fastckpt, DCP or Hugging Face, with only the model or with all."""
     hf = kind == "hugging face"
     adapter = "whole" if kind in ("ours", "hugging face") else None
     config = {"ends": True, "last_save_model_only": True} if hf else {}
@@ -241,7 +241,7 @@ def test_what_a_run_begins_with(forge, lasting, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["stock", "installed"])
 def test_a_run_that_had_torchtitans_own_manager_goes_on(forge, lasting, straight, tmp_path, kind):
-    """Also one that was cut off in a save, and one that went back to it in between."""
+    """The run may have been killed in a save, or may have gone back to torchtitan's manager in between."""
     before = forge.group if kind == "installed" else lasting
     play(before, tmp_path, 3, kind)
     cut = tmp_path / "run" / "step-4"
@@ -251,7 +251,7 @@ def test_a_run_that_had_torchtitans_own_manager_goes_on(forge, lasting, straight
     assert not list((tmp_path / "run").glob(".step*"))
     assert fastckpt.verify(cut).ok
     for step in (3, 4):
-        shutil.rmtree(tmp_path / "run" / f"step-{step}")  # stock resumes from what it knows
+        shutil.rmtree(tmp_path / "run" / f"step-{step}")  # torchtitan resumes from its own checkpoints
     play(before, tmp_path, 5, kind)
     assert begun(play(lasting, tmp_path)) == (5, straight)
 
@@ -289,7 +289,7 @@ def test_a_folder_is_a_directory(forge, tmp_path):
 
 
 def test_a_llama_is_one_of_hugging_face(forge, tmp_path):
-    """Each checkpoint of it, with torchtitan's own adapter, which permutes rows."""
+    """Each checkpoint of a Llama has Hugging Face's names, by torchtitan's own adapter, which permutes rows."""
     with forge.group(2) as group:
         assert group.run(titan.llama, tmp_path, timeout=240) == [True, True]
     config = LlamaConfig(
@@ -300,7 +300,7 @@ def test_a_llama_is_one_of_hugging_face(forge, tmp_path):
 
 
 def test_a_run_that_went_back_goes_on_from_where_it_went(forge, lasting, straight, tmp_path):
-    """The steps that it left behind are higher, and a seed lies beside them."""
+    """The abandoned steps are higher, and a seed is beside them."""
     with forge.group(1) as group:
         group.run(seed, tmp_path, timeout=120)
     play(lasting, tmp_path, 5, load=-1)

@@ -25,7 +25,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """The end of an undisturbed run, by its arguments."""
+    """Return the end of an undisturbed run, by its arguments."""
     return runs.undisturbed(trainers.train, libraries, tmp_path_factory.mktemp)
 
 
@@ -46,16 +46,16 @@ def steps_of(folder):
     ],
 )
 def test_a_run_that_is_disturbed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, strike):
-    """Weights, log, loss, best model, metric and the states of callbacks; and it leaves the same checkpoints."""
+    """Both end with equal weights, log, loss, best model, metric and callback states, and the same checkpoints."""
     wanted = undisturbed()
     first = play(libraries, tmp_path, strike)
     assert [one.kind for one in first] == ["died" if strike[0] == KILL else "returned"]
     if strike[0] == TERM and strike[1] < trainers.STEPS:
         (_, left), step = ended(first), strike[1] + 1
-        # It was saved at the end of the step that was under way, though the best one is another.
+        # The step that was running at the signal was saved at its end, although another checkpoint is the best.
         assert f"checkpoint-{step}" in left or f"checkpoint-{step - 1}" in left
     assert ended(play(libraries, tmp_path)) == wanted
-    # Once more, after its end.
+    # The run starts again after its end.
     assert ended(play(libraries, tmp_path)) == wanted
 
 
@@ -82,7 +82,7 @@ def test_with_other_arguments(libraries, undisturbed, tmp_path, arguments):
     "arguments", [{}, {"gradient_accumulation_steps": 2, "max_steps": 10}], ids=["", "accumulation"]
 )
 def test_two_ranks(libraries, undisturbed, tmp_path, arguments):
-    """Each evaluates a part of the rows; the log of the first one is saved."""
+    """Each rank evaluates a part of the rows; the log of the first rank is saved."""
     wanted = undisturbed(ranks=2, **arguments)
     at = arguments.get("max_steps", trainers.STEPS) * 2 // 3
     strike = (KILL, at, "on_step_end")
@@ -104,17 +104,17 @@ EPOCHS = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_total_lim
     ],
 )
 def test_a_stop_keeps_what_belongs_to_an_epoch(libraries, undisturbed, tmp_path, strike, arguments):
-    """The epoch's line of the log, evaluation and save come at its end, and once."""
+    """Log line, evaluation and save of an epoch come at its end, and only once."""
     arguments = {"load_best_model_at_end": False, "metric_for_best_model": "eval_loss", **arguments}
     wanted = undisturbed(**arguments)
     (first,) = play(libraries, tmp_path, strike, **arguments)
     if strike[0] == TERM:
-        # At the end of the step that was under way, or of the next one.
+        # The save comes at the end of the running step or of the next step.
         assert max(steps_of(tmp_path)) == first.value[0]["step"]
         assert strike[1] <= first.value[0]["step"] <= strike[1] + 1
     summary, left = ended(play(libraries, tmp_path, **arguments))
     assert summary == wanted[0]
-    assert {*wanted[1]} <= {*left}  # the stop's is there in addition
+    assert {*wanted[1]} <= {*left}  # the checkpoint of the stop is additional
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_newest_that_verifies_is_taken(libraries, undisturbed, tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data)
     (tmp_path / "out" / "checkpoint-10" / "model.safetensors").unlink()
-    (tmp_path / "out" / "checkpoint-99").mkdir()  # of a Trainer that was killed
+    (tmp_path / "out" / "checkpoint-99").mkdir()  # left by a Trainer that was killed
     summary, left = ended(play(libraries, tmp_path, **arguments))
     assert (summary, left) == (wanted[0], [*wanted[1], "checkpoint-99"])
     told = (tmp_path / "log.txt").read_text()
@@ -177,14 +177,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
     elif what == "the manifest":
         (path / "fastckpt.json").write_bytes((path / "fastckpt.json").read_bytes()[:-9])
     else:
-        (path / "fastckpt.json").unlink()  # as of a Trainer that was killed in its save
+        (path / "fastckpt.json").unlink()  # as after a Trainer was killed in its save
         (path / "trainer_state.json").unlink()
-    # A program that takes the directory with the highest number, as Axolotl; and one whose arguments are text.
+    # One program passes the directory with the highest number, as Axolotl does; the others have text arguments.
     resume = str(path) if what == "a directory in the way" else "True"
     assert ended(play(libraries, tmp_path, resume=resume, **arguments)) == wanted
     told = (tmp_path / "log.txt").read_text()
     assert f"checkpoint-15 is {'not whole' if what == 'a directory in the way' else 'damaged'}" in told
-    assert not [*path.parent.glob(".*")]  # what was in the way is gone
+    assert not [*path.parent.glob(".*")]  # the directory in the way is gone
     assert fastckpt.verify(path).ok
 
 
@@ -195,7 +195,7 @@ def test_what_others_write_into_a_checkpoint_goes_with_it(libraries, undisturbed
 
 
 def test_a_buffer_that_differs_between_ranks_is_the_first_ones(libraries, undisturbed, tmp_path):
-    """DDP lets each rank change its own until the next step, when that of the first rank is sent to all."""
+    """DDP lets each rank change its buffer until the next step, when the first rank sends its buffer to all."""
     wanted = undisturbed(ranks=2, local=True)
     strike = (KILL, 17, "on_step_end")
     assert [one.kind for one in play(libraries, tmp_path, strike, ranks=2, local=True)] == ["died"] * 2
@@ -206,7 +206,7 @@ def test_a_buffer_that_differs_between_ranks_is_the_first_ones(libraries, undist
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's call
 @pytest.mark.parametrize("adapter", trainers.ADAPTERS)
 def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
-    """It is saved alone, under the names of PEFT, which opens it; and one that lacks a tensor is refused."""
+    """An adapter is saved alone, with the names of PEFT, which opens it; an adapter that lacks a tensor is refused."""
     arguments = {"adapter": adapter, "save_total_limit": None, "load_best_model_at_end": adapter == "lora"}
     wanted = undisturbed(**arguments)
     assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
@@ -219,7 +219,7 @@ def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
     found = peft.get_peft_model_state_dict(model)
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
-    # A checkpoint of another adapter.
+    # The checkpoint is of another adapter.
     state = fastckpt.load(path)
     name = next(iter(state["adapter_model"]))
     del state["adapter_model"][name]
@@ -230,7 +230,7 @@ def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
 
 
 def test_a_trainer_that_loads_random_states_itself(libraries, undisturbed, tmp_path):
-    """It would find none, and the dropout of a resumed run would be another."""
+    """Its own method would find no random states, and a resumed run would have different dropout."""
     arguments = {"kind": trainers.OwnLoader}
     assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
     assert ended(play(libraries, tmp_path, **arguments)) == undisturbed()
@@ -264,7 +264,7 @@ def test_what_the_door_does_not_do_is_left_to_the_trainer(libraries, tmp_path):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_who_reads_a_checkpoint_at_once_finds_it(libraries, tmp_path, background):
-    """Training waits for it; and where nobody does, only if it was told to."""
+    """Training waits for the checkpoint if something reads it; otherwise only with background=False."""
     with libraries.group(1, backend="") as group:
         (found,) = group.run(trainers.readers, str(tmp_path), background=background, timeout=120)
     assert found == {"on_save": [True] * 2, "push": [True] * 2, "neither": [not background] * 2}
@@ -288,7 +288,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
     ] == ["died"] * 2
     assert ended(play(libraries, tmp_path, ranks=2, **trainer_kills.FSDP2)) == wanted
-    # One process resumes from their complete checkpoint.
+    # One process resumes from the complete checkpoint of both ranks.
     (tmp_path / "out").rename(tmp_path / "two")
     assert [
         one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
@@ -303,7 +303,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
 
 
 def test_killed_at_random_moments(libraries, tmp_path):
-    """The row ``trainings`` of tests/faults does it any number of times."""
+    """The row "kills of trainings" of tests/faults repeats this any number of times."""
     kills = 0
     for more in trainer_kills.campaign(libraries, trainers.train, tmp_path, seed=5):
         kills += more
@@ -312,7 +312,7 @@ def test_killed_at_random_moments(libraries, tmp_path):
 
 
 def test_the_programs_of_the_page_about_migration(libraries, tmp_path, capsys):
-    """Those of docs/migrate/trainer.md, and its commands on what the first one left."""
+    """Runs the programs of docs/migrate/trainer.md, and its commands on the checkpoint of the first program."""
     with libraries.group(1, backend="") as group:
         (found,) = group.run(trainers.migrated, str(tmp_path), timeout=120)
     assert {name: "fastckpt.json" in files for name, files in found.items()} == {

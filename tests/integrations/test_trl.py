@@ -1,4 +1,4 @@
-"""TRL's ``sft`` below ``fastckpt run``: the command of another package, killed and restarted."""
+"""TRL's ``sft`` under ``fastckpt run``: the command of another package, killed and restarted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def libraries():
 
 
 def test_the_command(tmp_path, libraries, material):
-    """Through accelerate's launcher, as its user calls it; it resumes, by an option given as text."""
+    """The command runs through accelerate's launcher, as users call it, and resumes by an option given as text."""
     with libraries.group(1, backend="") as group:
         group.start(fine_tuning.tune, str(tmp_path), str(material), max_steps=5, load_best_model_at_end=False)
         assert [one.kind for one in group.outcomes(120)] == ["returned"]
@@ -44,12 +44,12 @@ def test_the_command(tmp_path, libraries, material):
     )
     assert done.returncode == 0, done.stderr
     assert fastckpt.verify(tmp_path / "out" / "checkpoint-10").ok
-    # It ran five steps.
+    # The command ran five steps.
     assert done.stdout.count("'loss'") == 2
 
 
 def test_killed_at_random_moments(tmp_path, libraries, material):
-    """Its log has what TRL counts itself: tokens, and averages since the last line."""
+    """The log has TRL's own counts: tokens, and averages since the last line."""
     kills = 0
     for more in trainer_kills.campaign(libraries, fine_tuning.tune, tmp_path, seed=3, material=str(material)):
         kills += more

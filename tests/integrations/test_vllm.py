@@ -21,7 +21,7 @@ LOADERS = "vllm.model_executor.model_loader"
 
 
 class DefaultModelLoader:
-    """The interface that the integration uses, from vLLM's main branch of November 2026, less its loading report."""
+    """The interface that the integration uses, from vLLM's main branch of November 2026, without its loading report."""
 
     def __init__(self, load_config):
         self.load_config = load_config
@@ -33,7 +33,7 @@ class DefaultModelLoader:
 
 
 class Model(LlamaForCausalLM):
-    """Loads weights like vLLM's models."""
+    """A model that loads weights as vLLM's models do."""
 
     def load_weights(self, weights):
         parameters, self.order = dict(self.named_parameters()), []
@@ -45,7 +45,7 @@ class Model(LlamaForCausalLM):
 
 @pytest.fixture
 def loader(monkeypatch):
-    """The loader, made like vLLM makes it."""
+    """The loader, made as vLLM makes it."""
     known = {}
 
     def register_model_loader(name):
@@ -76,7 +76,7 @@ def state_of(model):
 
 
 def test_a_training_state_becomes_a_model(loader, tmp_path):
-    """In the order of the layers, which is not that of the files. Mutant: that of the files."""
+    """Weights come in the order of the layers, not of the files. Mutant: the order of the files."""
     one, other = model_of(1), model_of(2)
     fastckpt.save(state_of(one), tmp_path / "c", files=fastckpt.Files(shard_size="20kB"))
     assert len(fastckpt.open(tmp_path / "c").shards) > 3
@@ -85,14 +85,14 @@ def test_a_training_state_becomes_a_model(loader, tmp_path):
     for name, weight in one.state_dict().items():
         assert torch.equal(other.state_dict()[name], weight), name
     assert other.order == [name for name, _ in one.named_parameters()]
-    # Once more, with what is there then.
+    # A second load reads the checkpoint that is there by then.
     fastckpt.save(state_of(model_of(3)), tmp_path / "c")
     loader.load_weights(other, config_of(tmp_path / "c"))
     assert torch.equal(other.lm_head.weight, model_of(3).lm_head.weight)
 
 
 def test_vllm_finds_the_format(loader):
-    """By the entry point that the package declares."""
+    """vLLM finds the format by the entry point that the package declares."""
     text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
     (target,) = re.findall(r'"vllm\.general_plugins"\]\nfastckpt = "(.+)"', text)
     module, _, name = target.partition(":")
@@ -123,7 +123,7 @@ def test_what_is_damaged_or_no_model_is_refused(loader, tmp_path):
 
 
 def test_the_program_of_the_examples(loader, tmp_path, monkeypatch, capsys):
-    """With the names and arguments of vLLM's ``LLM``, ``SamplingParams`` and outputs."""
+    """The program uses the names and arguments of vLLM's ``LLM``, ``SamplingParams`` and outputs."""
     model, path = model_of(2), tmp_path / "c"
     fastckpt.save(state_of(model_of(1)), path)
 

@@ -1,6 +1,6 @@
 """Kills trainings at random moments, restarts them, and compares their results with undisturbed ones.
 
-Each run goes on until it ends by itself.
+Each training is restarted until it ends by itself.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FSDP2 = {
 
 
 class Hand:
-    """Kills within a time that follows the machine's pace: a kill lets the next one come later, an end lets it sooner.
+    """Kills within a time that adapts to the machine: after a kill, the next kill comes later; after an end, sooner.
 
     Attributes:
-        draw: what says when.
-        longest: seconds.
+        draw: the random generator that draws the times of kills.
+        longest: the longest time to a kill, in seconds.
     """
 
     def __init__(self, seed: int, longest: float) -> None:
@@ -44,7 +44,7 @@ class Hand:
     def until_it_ends(
         self, libraries: groups.Forge, run: Callable[..., Any], folder: Path, ranks: int, **arguments: Any
     ) -> tuple[int, Any]:
-        """Start a training again and again; the number of kills, and its results."""
+        """Start a training again and again until it ends; return the number of kills, and its results."""
         folder.mkdir(exist_ok=True)
         kills = 0
         while True:
@@ -55,7 +55,7 @@ class Hand:
             if all(one.kind == "returned" for one in outcomes):
                 self.longest *= 0.8
                 return kills, outcomes[0].value
-            # One that has lost another rank may say so before its own end.
+            # A rank that lost another rank may raise an error before it is killed.
             if not any(one.kind == "died" for one in outcomes):
                 raise AssertionError([one.raised and one.raised.trace for one in outcomes])
             kills, self.longest = kills + 1, 1.1 * self.longest
@@ -64,18 +64,18 @@ class Hand:
 def campaign(
     libraries: groups.Forge, run: Callable[..., Any], place: Path, seed: int, ranks: int = 1, **arguments: Any
 ) -> Iterator[int]:
-    """Trainings that are killed, one after another; yields the kills of each.
+    """Run trainings that are killed, one after another; yield the number of kills of each.
 
     Args:
-        libraries: of :func:`forge`.
-        run: the program, as :func:`trainers.train`.
-        place: a folder for them.
-        seed: what is drawn with.
-        ranks: of each training.
-        **arguments: of the program.
+        libraries: the result of :func:`forge`.
+        run: the program, such as :func:`trainers.train`.
+        place: the folder of the trainings.
+        seed: the seed of the times of kills.
+        ranks: the number of ranks of each training.
+        **arguments: the arguments of the program.
 
     Raises:
-        AssertionError: one left something else than the undisturbed training, or could not go on.
+        AssertionError: a training ended differently from the undisturbed one, or could not continue.
     """
     (place / "whole").mkdir()
     with libraries.group(ranks, backend="") as group:

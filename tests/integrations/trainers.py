@@ -1,4 +1,4 @@
-"""A small training by transformers' Trainer, that a test may end at any point, and its results."""
+"""A small training with transformers' Trainer that a test may end at any point, and its results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from fastckpt.integrations import transformers as door
 from harness import pages
 
 STEPS = 20
-#: Nine steps of an epoch; on two ranks, five, the last one of half a batch.
+#: These rows make nine steps per epoch; on two ranks, five, the last of which has half a batch.
 ROWS = 36
-#: What each run has in the tests, unless it says otherwise: all that a save has to bear in mind.
+#: The default arguments of runs in the tests, which include everything that a save must consider.
 ARGUMENTS = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 4,
@@ -64,14 +64,14 @@ class Counter(TrainerCallback, ExportableState):
 
 
 class Writer(TrainerCallback):
-    """Puts a further directory into each checkpoint."""
+    """Adds a directory to each checkpoint."""
 
     def on_save(self, args, state, _, **__):
         Path(args.output_dir, f"checkpoint-{state.global_step}", "notes").mkdir()
 
 
 class Strike(TrainerCallback):
-    """Sends this process a signal when a step comes to one of these points."""
+    """Sends this process a signal when a step reaches a point."""
 
     def __init__(self, number, step, point):
         self.step = step
@@ -96,7 +96,7 @@ def model_of(seed=0):
     return LlamaForCausalLM(config)
 
 
-#: Adapters of PEFT: what is made of the model.
+#: Adapters of PEFT, by name, and how their configurations are made.
 ADAPTERS = {
     "lora": lambda: peft.LoraConfig(
         r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]
@@ -106,23 +106,23 @@ ADAPTERS = {
 
 
 class OwnLoader(Trainer):
-    """Looks for random states in its own way, like Axolotl's."""
+    """A Trainer that loads random states in its own way, like Axolotl's Trainer."""
 
     def _load_rng_state(self, checkpoint):
         assert not Path(checkpoint, "rng_state.pth").exists()
 
 
 def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, kind=Trainer, **arguments):
-    """A Trainer in a folder, with callbacks that have a state.
+    """Return a Trainer in a folder, with callbacks that have a state.
 
     Args:
-        folder: where it saves.
-        callbacks: more of them.
-        patience: of early stopping.
-        adapter: which of :data:`ADAPTERS` is trained.
-        kind: of Trainer.
-        local: whether the model has a buffer that each rank changes in a way of its own, as BatchNorm does.
-        **arguments: of ``TrainingArguments``.
+        folder: the folder in which it saves.
+        callbacks: additional callbacks.
+        patience: the patience of early stopping.
+        adapter: the one of :data:`ADAPTERS` that is trained.
+        kind: the class of the Trainer.
+        local: whether the model has a buffer that each rank changes independently, as BatchNorm does.
+        **arguments: arguments of ``TrainingArguments``.
     """
     rows = torch.randint(100, (ROWS, 16), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -146,7 +146,7 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
 
 
 def found(trainer, folder):
-    """The results that two equal runs share: their weights, logs and checkpoints."""
+    """Return the results that two equal runs share: weights, logs and names of checkpoints."""
     weights, spread = runs.digest(trainer.model)
     log = [
         {key: one[key] for key in one if not any(word in key for word in _TIMES)} for one in trainer.state.log_history
@@ -157,7 +157,7 @@ def found(trainer, folder):
         "weights": weights,
         "spread": spread,
         "log": log,
-        # Added up in another order.
+        # A resumed run adds losses in another order.
         "loss": round(loss, 9),
         "best": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
         "metric": trainer.state.best_metric,
@@ -169,7 +169,7 @@ def found(trainer, folder):
 
 
 def spread_on_the_cpu():
-    """Have accelerate use FSDP2 on the CPU, too, where it takes ranks for DDP whatever it was told."""
+    """Have accelerate use FSDP2 on the CPU, where it would otherwise always choose DDP."""
     init = AcceleratorState.__init__
 
     def with_fsdp(self, *args, fsdp_plugin=None, **more):
@@ -181,19 +181,19 @@ def spread_on_the_cpu():
 
 
 def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=False, **arguments):
-    """Run a program of a Trainer with the one added line.
+    """Run a program with a Trainer and the added line that installs fastckpt.
 
     Args:
-        folder: where it runs.
-        strike: signal, step and point at which this process gets it.
-        resume: as for ``Trainer.train``.
-        installed: whether the line is there.
+        folder: the folder in which it runs.
+        strike: a signal, and the step and the point at which this process gets it.
+        resume: the argument of ``Trainer.train``.
+        installed: whether the program has the line.
         wait: seconds for which the Trainer waits after SIGTERM.
         writes: whether a callback writes into each checkpoint.
-        **arguments: of :func:`trainer_of`.
+        **arguments: arguments of :func:`trainer_of`.
 
     Returns:
-        As :func:`found`.
+        The result of :func:`found`.
     """
     folder = runs.begin(folder)
     if installed:
@@ -211,15 +211,15 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
 
 
 def readers(folder, *, background):
-    """Train with a reader of each checkpoint as soon as it is saved; its findings.
+    """Train with readers that look for each checkpoint right after its save; return their findings.
 
     Args:
-        folder: where it runs.
-        background: of ``install``.
+        folder: the folder in which it runs.
+        background: the argument of ``install``.
 
     Returns:
-        For ``on_save`` and for the push to the hub, whether the checkpoint was there; and whether it was there when a
-        Trainer without such readers had saved it.
+        Whether the checkpoint existed in ``on_save``, at the push to the hub, and after a save by a Trainer without
+        such readers.
     """
     found = {"on_save": [], "push": [], "neither": []}
 
@@ -247,7 +247,7 @@ def readers(folder, *, background):
 
 
 def killed_after(seconds, run, folder, **arguments):
-    """Run a program in a folder, in a process that is killed after so many seconds."""
+    """Run a program in a folder, and kill this process after a number of seconds."""
 
     def kill():
         time.sleep(seconds)
@@ -258,7 +258,7 @@ def killed_after(seconds, run, folder, **arguments):
 
 
 def migrated(folder):
-    """Run the programs of docs/migrate/trainer.md, one after the other; the files of the checkpoints that are there."""
+    """Run the programs of docs/migrate/trainer.md one after the other; return the files of all checkpoints."""
     runs.begin(folder)
     os.chdir(folder)
     for steps, program in zip((4, 6), pages.python("docs/migrate/trainer.md"), strict=True):

@@ -1,4 +1,4 @@
-"""A training on DeepSpeed, that a test may end and resume at any step, and its state."""
+"""A training on DeepSpeed that a test may end and resume at any step, and its state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Model(nn.Module):
-    """Tied weights, a parameter of one element, one that gets no gradient, a frozen layer and a buffer."""
+    """A model with tied weights, a parameter of one element, one without gradients, a frozen layer and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Hiding(Model):
-    """Leaves a layer that is trained out of its state."""
+    """A model that leaves a trained layer out of its state."""
 
     def state_dict(self, *given, **how):
         found = super().state_dict(*given, **how)
@@ -70,7 +70,7 @@ class Hiding(Model):
 
 
 def quiet():
-    """Have DeepSpeed compile nothing, and say little. It asks the processor for fp16, which torch computes on any."""
+    """Have DeepSpeed compile nothing and log little, and accept fp16, which torch computes on any processor."""
     os.environ.update(LOCAL_SIZE=os.environ["WORLD_SIZE"])
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -84,7 +84,7 @@ def script(*arguments):
 
 
 def begin(stage, dtype="bf16", *, model=Model, seed=0, **zero):
-    """An engine, with two groups of parameters."""
+    """Return an engine with two groups of parameters."""
     quiet()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(seed)
@@ -93,7 +93,7 @@ def begin(stage, dtype="bf16", *, model=Model, seed=0, **zero):
     groups = [{"params": own, "weight_decay": decay} for own, decay in zip(kinds, (0.1, 0.0), strict=True)]
     config = {**CONFIG, **DTYPES[dtype], "zero_optimization": {"stage": stage, **zero}}
     if stage == 3:
-        # Some parameters stay whole, and a group is in several pieces.
+        # With these values, some parameters stay whole, and a group has several pieces.
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 10, "sub_group_size": 60}
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     return deepspeed.initialize(model=made, optimizer=optimizer, config=config)[0]
@@ -113,10 +113,10 @@ def train(engine, last):
 
 
 def state(engine):
-    """Everything that shall come back, whole, by DeepSpeed's own way, which the door does not take."""
+    """Return everything that a load must restore, read as a whole by DeepSpeed's functions, not the integration's."""
     found, optimizer = {}, engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        # DeepSpeed does so in a step of the first group, before others have a state.
+        # DeepSpeed links states in a step of the first group, before other groups have a state.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     keys = sorted({key for one in optimizer.optimizer.state.values() for key in one} - {"step"})
@@ -142,20 +142,20 @@ def state(engine):
 
 
 def play(folder, stage, dtype="bf16", *, first=0, last=6, save=None, tag=None, **more):
-    """Train from a step that is loaded, or from the beginning.
+    """Train from a loaded step, or from the beginning.
 
     Args:
-        folder: of the checkpoints.
-        stage: of ZeRO.
-        dtype: of :data:`DTYPES`.
-        first: the step that is loaded.
-        last: the step to end at.
+        folder: the folder of the checkpoints.
+        stage: the stage of ZeRO.
+        dtype: one of :data:`DTYPES`.
+        first: the step to load.
+        last: the last step to train.
         save: the step to save.
-        tag: of the checkpoint.
-        **more: of the engine.
+        tag: the tag of the checkpoint.
+        **more: options of the engine.
 
     Returns:
-        What the program got back; the state when it was loaded or saved, the losses since then, and the last state.
+        The client state that was loaded; the state at the load or save, the losses since then, and the last state.
     """
     with door.install():
         engine = begin(stage, dtype, seed=first, **more)
@@ -174,7 +174,7 @@ def play(folder, stage, dtype="bf16", *, first=0, last=6, save=None, tag=None, *
 
 
 def guide(folder):
-    """Run the programs of docs/guides/deepspeed.md in a folder; the keys that come back."""
+    """Run the programs of docs/guides/deepspeed.md in a folder; return the keys that they load."""
     os.chdir(folder)
     quiet()
     begins, saves, loads = pages.python("docs/guides/deepspeed.md")
@@ -193,7 +193,7 @@ def guide(folder):
 
 
 def message(call, *args, **more):
-    """The exception of a call: its kind, and the text."""
+    """Return the kind and the text of the exception of a call."""
     try:
         call(*args, **more)
     except Exception as error:  # noqa: BLE001 - the test judges it
@@ -218,7 +218,7 @@ OTHERS = {
 
 @contextmanager
 def changed(engine, path, value):
-    """Inside, an attribute of an engine is replaced."""
+    """Replace an attribute of an engine inside the ``with`` statement."""
     *owners, name = path.split(".")
     owner = reduce(getattr, owners, engine)
     known, before = hasattr(owner, name), getattr(owner, name, None)
@@ -232,7 +232,7 @@ def changed(engine, path, value):
 
 @contextmanager
 def gives(model, **other):
-    """Inside, the model's state has other values, made from those that it has."""
+    """Inside the ``with`` statement, replace values of the model's state by values made from them."""
     hook = model.register_state_dict_post_hook(
         lambda _, state, *__: state.update({name: make(state.get(name)) for name, make in other.items()})
     )
@@ -242,13 +242,13 @@ def gives(model, **other):
 
 @dataclass
 class Note:
-    """Of a class that no program has declared."""
+    """A value of a class that no program declares."""
 
     text: str
 
 
 def refused(folder):
-    """The errors about unsupported engines, and about tensors that cannot be split by elements."""
+    """Return the errors about unsupported engines, and about tensors that cannot be split by elements."""
     said = {}
     with door.install():
         engine = begin(2)
@@ -284,7 +284,7 @@ def refused(folder):
 
 
 def disturbed(folder, stage):
-    """A training in which one process alone fails to save, and to load; what they said."""
+    """Run a training in which only one process fails to save or to load; return the errors."""
     calm = train(begin(stage), 4)
 
     def fail(*_, **__):
@@ -327,7 +327,7 @@ class Thawed(Model):
 
 
 def partly(folder, stage):
-    """Loads of a part of what was saved."""
+    """Load parts of a checkpoint."""
     with door.install():
         engine = begin(stage)
         engine.save_checkpoint(folder, "early")
@@ -351,7 +351,7 @@ def partly(folder, stage):
         assert {name: alone[name] for name in ("steps", "counters", "rates")} == {
             name: before[name] for name in ("steps", "counters", "rates")
         }
-        train(other, 3)  # what the optimizer has is what it goes on from
+        train(other, 3)  # the optimizer continues from its own state
         other.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
         found = state(other)
         assert found["counters"] == whole["counters"]
@@ -384,7 +384,7 @@ def partly(folder, stage):
 
 
 def theirs(folder):
-    """DeepSpeed's own checkpoint is loaded by DeepSpeed, and not replaced; without a checkpoint there is a message."""
+    """Let DeepSpeed load its own checkpoint, which fastckpt does not replace; return the error of a save over it."""
     engine = begin(1)
     train(engine, 2)
     engine.save_checkpoint(folder)
@@ -397,7 +397,7 @@ def theirs(folder):
 
 
 def moved(folder, stage, tag):
-    """Load the newest one, and save it again at once."""
+    """Load the newest checkpoint, and save it again immediately."""
     with door.install():
         engine = begin(stage, seed=9)
         _, back = engine.load_checkpoint(folder)
@@ -415,7 +415,7 @@ def twice(folder):
 
 
 def accelerated(folder, stage):
-    """accelerate's save_state and load_state, which leave the engine's part to DeepSpeed; the losses after each."""
+    """Use accelerate's save_state and load_state, which leave the engine to DeepSpeed; return the losses after each."""
     quiet()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}}

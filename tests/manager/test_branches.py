@@ -18,7 +18,7 @@ from harness.tiers import at_remote, kept
 
 @pytest.fixture
 def rolled(tmp_path):
-    """Steps 1000, 2000, 3000, then back to 2000, and 2100."""
+    """A run with steps 1000, 2000 and 3000, which went back to 2000 and saved 2100."""
     save(tmp_path, [1000, 2000, 3000])
     save(tmp_path, [2100], "b", at=2000)
     return tmp_path
@@ -29,7 +29,7 @@ def test_a_restart_follows_the_branch_that_saved_last(rolled):
     manager = fastckpt.Manager(rolled, read_only=True)
     assert (manager.latest(), manager.best("loss", "max"), manager.steps()) == (2100, 2100, [1000, 2000, 2100, 3000])
     assert kept(manager)[3000] == ["left behind, until the run has passed it"] or not manager.policies
-    # A step that the new branch lacks is not taken from the old one, which is still there under its number.
+    # A restore does not fall back to a step that only the old branch has; that step is still there under its number.
     damage(rolled / "step-00002100")
     with pytest.warns(RuntimeWarning, match="step-00002100"):
         assert restored(rolled) == (2000, "a")
@@ -53,7 +53,7 @@ def test_retention_counts_the_branch_alone(rolled):
         for step, left in ((2200, [2100, 2200, 3000]), (2900, [2200, 2900, 3000]), (3100, [2900, 3100])):
             manager.save(step, state(step, "b"))
             manager.wait()
-            # Abandoned steps are removed when the run has passed them, like all older ones.
+            # Abandoned steps are removed when the run has passed them, like all older steps.
             assert manager.steps() == left
     assert restored(rolled) == (3100, "b")
 
@@ -61,7 +61,7 @@ def test_retention_counts_the_branch_alone(rolled):
 def test_a_step_saved_again_belongs_to_the_new_branch(rolled):
     save(rolled, [3000], "b")
     assert restored(rolled) == (3000, "b")
-    # Back to the first branch, of which 2000 is left.
+    # The run goes back to the first branch, of which step 2000 is left.
     save(rolled, [2500], "c", at=2000)
     assert restored(rolled) == (2500, "c")
     damage(rolled / "step-00002500")
@@ -70,14 +70,14 @@ def test_a_step_saved_again_belongs_to_the_new_branch(rolled):
 
 
 def test_what_a_killed_save_took_aside_stays_on_its_branch(rolled):
-    # The run was saving 3000 again, which the abandoned branch has.
+    # The run was saving step 3000 again, which the abandoned branch also has.
     take_aside(rolled / "step-00003000")
     assert restored(rolled) == (2100, "b")
 
 
 def test_what_a_branch_left_below_its_highest_step_is_not_its_own(tmp_path):
-    """Back to an older branch: between its steps are some of the later branch. Mutant: only higher steps count
-    as abandoned."""
+    """A run goes back to an older branch, between whose steps are some of the later branch. Mutant: only higher steps
+    count as abandoned."""
     save(tmp_path, [1000, 2000, 3000])
     save(tmp_path, [1500, 2500], "b", at=1000)
     save(tmp_path, [3100], "a", at=3000)
@@ -87,7 +87,7 @@ def test_what_a_branch_left_below_its_highest_step_is_not_its_own(tmp_path):
         damage(tmp_path / FORM.format(step=step))
         with pytest.warns(RuntimeWarning, match="is skipped"):
             assert restored(tmp_path) == (falls_to, "a")
-    # Once more back to the other branch, by a restart in between.
+    # The run goes back to the other branch again, with a restart in between.
     save(tmp_path, [2600], "b", at=2500)
     save(tmp_path, [2700], "b")
     assert restored(tmp_path) == (2700, "b")
@@ -106,7 +106,7 @@ def test_branches_are_told_apart_whatever_the_clock_says(tmp_path, monkeypatch):
 
 @pytest.fixture
 def skewed(monkeypatch):
-    """Set this host's clock ahead by these seconds."""
+    """A function that sets this host's clock ahead by some seconds."""
     real = time.time_ns
     return lambda ahead: monkeypatch.setattr("time.time_ns", lambda: real() + int(ahead * 1e9))
 
@@ -116,7 +116,7 @@ def skewed(monkeypatch):
 @pytest.mark.parametrize("remote", ["none", "path", "memory"])
 def test_the_branch_that_saved_last_is_followed_whatever_the_clocks_say(tmp_path, skewed, remote, discard, ahead):
     """With a remote tier, the node that goes back has an empty disk. Mutants: the orders at the remote tier are
-    not read; the note of a run that goes back comes after its saves."""
+    not read; a run that goes back writes its note only after its saves."""
     far = place(tmp_path, remote)
     one, two, three = (tmp_path / name for name in ("one", "two", "three")) if far else [tmp_path / "one"] * 3
     skewed(ahead)
@@ -130,7 +130,7 @@ def test_the_branch_that_saved_last_is_followed_whatever_the_clocks_say(tmp_path
             for disk in (three, two):
                 assert restored(disk, remote=far) == (step, "b")
         if far:
-            # It no longer belongs to the other branch.
+            # Step 3000 no longer belongs to the other branch.
             assert fastckpt.load(f"{far}/step-00003000")["branch"] == "b"
 
 
@@ -158,7 +158,7 @@ def test_a_save_for_a_signal_comes_after_all_others_whatever_the_clocks_say(tmp_
 @pytest.mark.parametrize("how", ["should_save", "save", "steady"])
 @pytest.mark.parametrize("remote", ["path", "memory"])
 def test_a_step_boundary_asks_no_remote(tmp_path, monkeypatch, remote, how):
-    """The remote tier may not answer for minutes."""
+    """The remote tier may fail to answer for minutes."""
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1000], remote=far)
     manager = fastckpt.Manager(tmp_path / "two", remote=far)
@@ -184,7 +184,7 @@ def test_a_writer_asks_the_remote_when_it_goes_back_and_a_reader_does_not(tmp_pa
         asked = silence(patch, reader)
         assert reader.restore(step=1).step == 1
         assert not asked
-        # It still goes on.
+        # The writer still restores, without the remote tier.
         silence(patch, writer)
         with pytest.warns(RuntimeWarning, match="does not answer and is skipped: no route"):
             assert writer.restore(step=1).step == 1
@@ -199,7 +199,7 @@ def test_a_writer_asks_the_remote_when_it_goes_back_and_a_reader_does_not(tmp_pa
 
 @pytest.mark.parametrize("how", ["save", "steady"])
 def test_a_directory_that_cannot_be_looked_at_once_is_looked_at_again(tmp_path, skewed, monkeypatch, caplog, how):
-    """No rank raises alone. Mutants: it raises; it counts as read."""
+    """No rank may raise alone. Mutants: the call raises; the directory counts as read."""
     skewed(3600)
     save(tmp_path, [1000, 2000])
     skewed(0)
@@ -221,7 +221,7 @@ def test_a_directory_that_cannot_be_looked_at_once_is_looked_at_again(tmp_path, 
 
 
 def test_a_new_beginning_comes_after_all_that_it_leaves(tmp_path, skewed):
-    """Only a checkpoint of an abandoned branch is there, and the run begins anew on purpose."""
+    """The directory has only a checkpoint of an abandoned branch, and the run begins anew on purpose."""
     far = tmp_path / "far"
     skewed(3600)
     save(tmp_path / "one", [1, 2], remote=far)
@@ -237,7 +237,7 @@ def test_a_new_beginning_comes_after_all_that_it_leaves(tmp_path, skewed):
 
 
 def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, monkeypatch):
-    """The remote did not answer when the run went back, and has a later save of the step by its clock."""
+    """The remote tier did not answer when the run went back, and by its clock it has a later save of the step."""
     far = tmp_path / "far"
     skewed(3600)
     save(tmp_path / "one", [1000, 2000], remote=far)
@@ -255,11 +255,11 @@ def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, mo
         ):
             manager.wait()
         assert at_remote(manager) == [1000, 2000]
-        # No restore costs the only save of the step by this run.
+        # No restore removes this run's only save of the step.
         for step in (None, 2000):
             assert manager.restore(step=step).state["branch"] == "a"
             assert fastckpt.load(manager.path(2000))["branch"] == "b"
-        # It is reported once, and fixed as the message says.
+        # The failure is reported once, and the advice of the message fixes it.
         manager.save(2000, state(2000, "c"), force=True)
         manager.wait()
     assert restored(tmp_path / "three", remote=far) == (2000, "c")
@@ -281,7 +281,7 @@ def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
     save(tmp_path / "two", [2100], "b", at=2000, remote=far)
     for disk in ("two", "none", "one"):
         assert restored(tmp_path / disk, remote=far) == (2100, "b")
-    # The remote tier has another 3000 than the disk of the first, whose files are not taken for it.
+    # The remote tier has a different step 3000 than the first disk, whose files do not count as files of that step.
     save(tmp_path / "two", [3000], "b", remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
         assert manager.restore().state["branch"] == "b"
@@ -294,9 +294,9 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
     save(tmp_path / "two", [2], "b", at=1, remote=far)
     manager = fastckpt.Manager(tmp_path / "one", remote=far)
     assert manager.restore(step=2).state["branch"] == "b"
-    # Only the abandoned branch has this one.
+    # Only the abandoned branch has step 3.
     assert manager.restore(step=3).state["branch"] == "a"
-    # A step that is not yet at the remote tier is not skipped for one that is.
+    # A step that is not yet in the remote tier is not skipped in favour of a step there.
     shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
     with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
         save(tmp_path / "two", [2], "c", at=1, remote=far)
@@ -306,13 +306,13 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
         damage(shard.parent)
         with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
             manager.restore(step=2)
-    # For the drain, which goes on at the end of this process.
+    # Repair the file for the drain, which continues at the end of this process.
     shard.write_bytes(whole)
 
 
 @pytest.mark.parametrize("discard", [False, True])
 def test_two_nodes_that_go_on_from_one_step_get_orders_of_their_own(tmp_path, skewed, discard):
-    """Their clocks are behind. Mutant: an order is one above the last."""
+    """The clocks of the nodes are behind. Mutant: an order is the last order plus one."""
     skewed(3600)
     save(tmp_path / "one", [1, 2])
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -333,8 +333,8 @@ def test_two_nodes_that_go_on_from_one_step_get_orders_of_their_own(tmp_path, sk
 @pytest.mark.parametrize("remote", ["path", "memory"])
 @pytest.mark.parametrize("discard", [False, True])
 def test_a_step_that_a_lost_node_saved_again_is_the_one_of_the_branch_that_goes_on(tmp_path, remote, discard):
-    """The abandoned save is the later one. Mutants: the later one is loaded; it is replaced; it counts
-    as missing at the remote tier."""
+    """The abandoned save is the later one. Mutants: it is loaded; it is replaced; it counts as missing in the remote
+    tier."""
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1, 2], remote=far)
     save(tmp_path / "one", [2], "b", at=1)
@@ -349,7 +349,7 @@ def test_a_step_that_a_lost_node_saved_again_is_the_one_of_the_branch_that_goes_
 
 @pytest.mark.parametrize("remote", ["path", "memory"])
 def test_no_restore_replaces_a_save_that_the_remote_lacks(tmp_path, remote):
-    """The current branch has saved the step later. Mutant: the step is fetched to the place of this one."""
+    """The current branch saved the step later. Mutant: the fetched step replaces the save of this node."""
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1], remote=far)
     save(tmp_path / "one", [2], "b")
@@ -361,8 +361,8 @@ def test_no_restore_replaces_a_save_that_the_remote_lacks(tmp_path, remote):
 
 
 def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):
-    """A node goes back, saves a step again, and is lost before its upload; another goes on from the remote tier,
-    and then the first comes back."""
+    """A node goes back, saves a step again, and is lost before the upload; another node continues from the remote tier,
+    and then the first returns."""
     far = tmp_path / "far"
     save(tmp_path / "one", [10, 20, 30], remote=far)
     with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
@@ -380,7 +380,7 @@ def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path)
 
 
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
-    """Checkpoints that no manager has saved, and an invalid claim."""
+    """No manager saved the checkpoints, and some have invalid lineage metadata."""
     for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y", "forks": [], "files": []}}), (2, None)):
         fastckpt.save(state(step), tmp_path / FORM.format(step=step), metadata=about)
     assert restored(tmp_path) == (3, "a")
@@ -388,22 +388,22 @@ def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
 
 @pytest.mark.parametrize("order", [float("inf"), float("nan"), 10.0**30, 2**62, "7"])
 def test_an_order_that_none_can_follow_is_none(tmp_path, order):
-    """Mutants: it is an error; the next save gets an order that metadata cannot hold."""
+    """Mutants: such an order is an error; the next save gets an order that metadata cannot hold."""
     save(tmp_path, [1, 2])
     for name, about in ((7, [order, []]), (8, [9, [[order, 1, 9]]])):
         noted = dict(zip(("order", "forks"), about, strict=True), files=[])
         fastckpt.save(state(name, "b"), tmp_path / FORM.format(step=name), metadata={"lineage": noted})
     with fastckpt.Manager(tmp_path) as manager:
         assert manager.restore(step=2).state["branch"] == "a"
-        # Like a checkpoint that no manager has saved.
+        # The step counts like a checkpoint that no manager saved.
         assert manager.restore(step=8).lineage == (0, (), ())
         manager.save(9, state(9, "c"))
     assert restored(tmp_path) == (9, "c")
 
 
 def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(tmp_path):
-    """It is newer than the step from which the run goes on, but has a lower number. Mutants: its order counts as that
-    of a save by a manager; the last checkpoint that was written is the branch that goes on."""
+    """The checkpoint is newer than the step from which the run continues, but has a lower number. Mutants: its order
+    counts as if a manager saved it; the run continues the branch of the checkpoint that was written last."""
     save(tmp_path, [10, 20, 30])
     fastckpt.save(state(10, "again"), tmp_path / FORM.format(step=10), overwrite=True)
     save(tmp_path, [21], "b", at=20)

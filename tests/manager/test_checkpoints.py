@@ -22,7 +22,7 @@ def remote(request, tmp_path):
 
 @pytest.fixture
 def run(tmp_path, remote):
-    """Steps 1 to 4, of which the directory keeps two and the remote tier all but the second."""
+    """A run with steps 1 to 4, of which the directory keeps two and the remote tier all except the second."""
     local = tmp_path / "run"
     with fastckpt.Manager(local, keep=2, remote=remote, remote_keep=[keep.Steps(1, 3), keep.Last(1)]) as manager:
         for step in range(1, 5):
@@ -74,7 +74,7 @@ def test_a_pin_is_a_reason_also_of_a_damaged_one(run):
 
 
 def test_what_cannot_be_looked_at_for_a_moment_is_not_for_removal(run, monkeypatch):
-    """A look that fails says "it cannot be opened", never "nothing keeps it": ``fastckpt prune`` removes the latter."""
+    """A failed check gives "it cannot be opened", never "nothing keeps it", which ``fastckpt prune`` removes."""
     manager = fastckpt.Manager(run, keep=keep.Last(5), read_only=True)
     identity = manager._local.place.identity
     for fails in (1, 2, 3):

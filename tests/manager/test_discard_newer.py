@@ -23,13 +23,13 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "fastckpt"):
             assert manager.restore(step=2000, discard_newer=True).step == 2000
         assert manager.steps() == [1000, 2000, 3000]
-        # A manager without a remote tier pinned it, and it also stays there.
+        # A manager without a remote tier pinned step 3000, which also stays in the remote tier.
         assert at_remote(manager) == [1000, 2000, 3000]
         assert (tmp_path / "run" / "latest").read_text() == "step-00002000\n"
         assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
         with pytest.raises(ValueError, match="requires step="):
             manager.restore(discard_newer=True)
-        # A foreign file in place of the hint costs only the hint.
+        # If something else is in place of the hint, only the hint is lost.
         (tmp_path / "run" / "latest").unlink()
         (tmp_path / "run" / "latest").mkdir()
         assert manager.restore(step=1000, discard_newer=True).step == 1000
@@ -43,7 +43,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
 
 
 def test_a_save_in_flight_is_discarded_with_what_is_newer(tmp_path):
-    """Mutant: the removal does not wait for the copy, which then comes after it."""
+    """Mutant: the removal does not wait for the save, which then ends after it."""
     save(tmp_path, [1, 2, 3])
     with fastckpt.Manager(tmp_path, save_options={"io": fastckpt.IO(bandwidth_limit="1MB")}) as manager:
         manager.restore()
@@ -69,7 +69,7 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, k
 
 
 def test_what_a_killed_removal_left_removes_nothing_at_the_remote(tmp_path):
-    """A run goes back twice, and is killed as it begins to remove newer steps. The next run does the waiting copies.
+    """A run goes back twice, and is killed as it begins to remove newer steps. The next run does the pending copies.
 
     Mutant: abandoned steps count as the newest at the remote tier, and the step to which the run went back is removed.
     """
@@ -101,7 +101,7 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
 
 
 def test_nothing_is_discarded_while_the_remote_does_not_answer(tmp_path, monkeypatch):
-    """The store answers again by the time of the removal. Mutant: the look may fail if the directory has the step."""
+    """The store answers again by the time of the removal. Mutant: the check may fail if the directory has the step."""
     far = tmp_path / "far"
     save(tmp_path / "one", [1, 2, 3], remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
@@ -143,7 +143,7 @@ def test_nothing_is_discarded_before_the_remote_has_the_step(tmp_path, monkeypat
 
 @pytest.mark.parametrize("remote", ["path", "memory"])
 def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path, caplog, remote):
-    """Its directory does not even exist. Mutant: a failed note there is an error."""
+    """The directory does not even exist. Mutant: it is an error if the note there cannot be written."""
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1, 2, 3], remote=far)
 
@@ -161,13 +161,13 @@ def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path,
 
 
 def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch):
-    """Mutants: the run continues from the other step; newer steps are no longer copied; the note stays."""
+    """Mutants: the run continues from the chosen step; newer steps are no longer copied; the note stays."""
     far = tmp_path / "far"
     save(tmp_path / "run", [1, 2], remote=far)
     noted = []
 
     def refuse(*_):
-        # After the loss of a node, the run goes on from the step, with or without the remote tier.
+        # At this moment, a new run would continue from the step, with or without the remote tier.
         noted.append((restored(tmp_path / "run"), restored(tmp_path / "none", remote=far)))
         raise OSError("the store refuses")
 
@@ -195,7 +195,7 @@ def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("remote", ["path", "memory"])
 def test_a_run_that_goes_back_to_a_branch_it_has_left_has_it_at_the_remote(tmp_path, remote):
-    """By then no policy of the remote tier would keep the step. Mutant: the abandoned branch decides about copies."""
+    """No policy of the remote tier would still keep the step. Mutant: the abandoned branch decides about copies."""
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1, 3], keep=1, remote=far)
     save(tmp_path / "two", [2, 5], "b", at=1, remote=far, remote_keep=2)
@@ -206,7 +206,7 @@ def test_a_run_that_goes_back_to_a_branch_it_has_left_has_it_at_the_remote(tmp_p
 
 @pytest.mark.parametrize("remote", ["none", "path", "memory"])
 def test_a_run_that_goes_back_follows_it_where_nothing_is_newer(tmp_path, remote):
-    """The run ends before its next save. Mutant: only a removal is noted."""
+    """The run ends before its next save. Mutant: a note is written only if something is removed."""
     far = place(tmp_path, remote)
     one, two = (tmp_path / name for name in (("one", "two") if far else ("one", "one")))
     save(one, [1, 2, 3], remote=far)

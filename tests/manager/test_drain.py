@@ -39,7 +39,7 @@ LONG = 60.0
 
 
 class Copier:
-    """Wraps the copy: records requests, and may hold them or make them fail."""
+    """Wraps the copy function: records calls, and may hold them or make them fail."""
 
     def __init__(self, real):
         self.real = real
@@ -106,7 +106,7 @@ class Run:
         self.drain.wait(time.monotonic() + LONG, lambda: False)
 
     def wait_anew(self):
-        """Wait after a repair: an attempt that had begun may still fail."""
+        """Wait after a repair: an attempt that began before it may still fail."""
         with contextlib.suppress(OSError):
             self.wait()
         self.wait()
@@ -128,7 +128,7 @@ def damage(run, step):
 
 
 def hold(copier):
-    """Have the next copy wait at the gate."""
+    """Make the next copy wait at the gate."""
     copier.gate.clear()
 
 
@@ -188,7 +188,7 @@ def test_a_failure_is_logged_once_and_tried_again(run, copier, caplog):
     run.save(1)
     for _ in range(4):
         until_begun(copier)
-    run.save(2)  # saves go on
+    run.save(2)  # saves continue
     del copier.fail["all"]
     run.wait_anew()
     assert run.there() == [1, 2]
@@ -372,7 +372,7 @@ def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_pa
 
 
 def test_a_look_at_a_store_misses_no_step_that_another_thread_asks_about(tmp_path, monkeypatch):
-    """Like the drain, during a listing. Mutant: the listing is built in the shared object."""
+    """Another thread, such as the drain, asks during a listing. Mutant: the listing is built in the shared object."""
     place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
     names = [f"step-{step:08d}" for step in (1, 2, 3)]
     for name in names:
@@ -424,7 +424,7 @@ def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):
     copier.gate.set()
     run.wait()
     assert copier.asked == [1, 5, 3, 2]
-    assert run.there() == [2, 3, 5]  # the retention of the remote has taken 1
+    assert run.there() == [2, 3, 5]  # the retention of the remote tier removed step 1
     assert run.tier.place.look().pinned == {3}
     # Later steps of an earlier run do not count.
     run.save(4)
@@ -446,7 +446,7 @@ def test_a_run_that_saves_faster_than_the_remote_answers_is_copied(tmp_path, cop
     monkeypatch.setattr(run.tier.place, "look", slowly)
     run.save(1)
     run.wait()
-    # Not only the last step, after all others.
+    # The drain also copies earlier steps, and does not wait for the last one.
     assert copier.asked[0] == 1
     assert copier.asked[-1] == 8
     assert run.there() == [8]
@@ -475,7 +475,7 @@ FOLDER = "0123456789abcdef"
 
 
 def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier, monkeypatch, caplog):
-    """Mutants: everything below the step is removed; files of another process's copy, too; another host's stay."""
+    """Mutants: all below the step is removed; files of another process's copy are, too; those of another host stay."""
     caplog.set_level(logging.INFO, "fastckpt")
     run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
     run.save(1, 2, add=False)
@@ -503,7 +503,7 @@ def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, 
 
 
 class Outage:
-    """A store that accepts a number of changes, and then none until the ``with`` statement ends, like for a kill."""
+    """A store that accepts a number of changes, and then none until the ``with`` statement ends, as after a kill."""
 
     def __init__(self, patch, request, url, most):
         self.left = most
@@ -535,7 +535,7 @@ class Outage:
 def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_killed(
     tmp_path, request, copier, store, again
 ):
-    """The remote tier keeps one checkpoint. Mutant: the old manifest is removed before the new one is there."""
+    """The remote tier keeps one checkpoint. Mutant: the old manifest is removed before the new one exists."""
     if store == "s3":
         request.getfixturevalue("s3")
     step = 1 if again else 2
@@ -559,7 +559,7 @@ def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_kille
         value = int(restored.state["w"][0])
         assert (restored.step, value) in {(1, 1), (step, 7)}
         found.add(value)
-        # The next process finds it there, and nothing of the previous one.
+        # After the next process, the store has the new checkpoint, and nothing of the previous one.
         following = Run(root, remote, [keep.Last(1)])
         following.drain.resume()
         following.wait()
@@ -585,13 +585,13 @@ def test_what_is_whole_in_a_store_stays_until_something_newer_is(tmp_path, copie
     run.drain.add(2)
     with pytest.raises(OSError, match="no route"):
         run.wait()
-    # No policy wants it beside the second, which is not there yet.
+    # No policy would keep step 1 beside step 2, but step 2 is not there yet.
     assert copier.asked == [1, 2]
     assert run.there() == [1]
 
 
 def test_steps_that_are_skipped_cost_no_request(tmp_path, s3, copier):
-    """Otherwise the drain falls behind a trainer that saves faster than a store answers, and never copies again."""
+    """Otherwise, the drain would fall behind a trainer that saves faster than a store answers, and never copy again."""
     run = Run(tmp_path, f"s3://{BUCKET}/run", [keep.Last(1)])
     hold(copier)
     run.save(1)
@@ -683,7 +683,7 @@ def test_a_forked_child_copies_nothing(tmp_path, copier):
         if pid == 0:
             with manager:
                 pass
-            # Like the interpreter; this would not end if it waited for the drain.
+            # This is what the interpreter calls at exit; it would not return if it waited for the drain.
             draining._at_end()
             os._exit(manager.steps() != [1])
         end = time.monotonic() + LONG

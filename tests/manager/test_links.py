@@ -1,4 +1,4 @@
-"""A manager's saves link files that have not changed since the previous checkpoint."""
+"""A manager's saves link files that are unchanged since the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_what_has_not_changed_is_linked(tmp_path, async_save):
         check(manager, [3])
     again = fastckpt.Manager(tmp_path, async_save=async_save)
     assert again.restore().step == 3
-    assert save(again, 4).linked_files == 1, "what was restored is the base"
+    assert save(again, 4).linked_files == 1, "the restored checkpoint is the base"
     assert again.save(4, state(4), force=True)
-    assert again.wait().bytes == 0, "a checkpoint may be replaced by itself"
+    assert again.wait().bytes == 0, "a checkpoint may be its own base"
     again.wait()
     check(again, [3, 4])
 
@@ -89,7 +89,7 @@ def test_after_a_save_that_failed_all_is_written(tmp_path, caplog):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def late(call_back):
-        # `wait` must not return before the manager knows of the failure.
+        # `wait` must not return before the manager has recorded the failure.
         return lambda pending: (time.sleep(0.2), call_back(pending))
 
     with points.replaced(points.TELL_OF_END, late):

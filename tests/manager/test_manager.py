@@ -23,7 +23,7 @@ from harness.branches import take_aside
 from harness.internals import join_saves
 from harness.tiers import kept, pinned
 
-#: The cache of Manager beside its checkpoints (docs/manager.md).
+#: The cache file of a Manager, beside the checkpoints (docs/manager.md).
 CACHE = ".fastckpt-run.json"
 
 
@@ -62,7 +62,7 @@ def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
     found = again.restore()
     assert (found.step, found.state["step"], found.metrics, found.skipped) == (8, 8, {"loss": 1 / 8}, ())
     assert (found.state["model"]["w"] == 8).all()
-    # The restored state is saved.
+    # The restored state need not be saved again.
     assert not again.should_save(8)
     assert again.should_save(9)
 
@@ -111,7 +111,7 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
     (tmp_path / "step-00000003" / "fastckpt.json").unlink()
     (tmp_path / "step-00000009").mkdir()
     manager = fastckpt.Manager(tmp_path)
-    assert manager.latest() == 4  # a directory without a manifest is none
+    assert manager.latest() == 4  # a directory without a manifest is not a checkpoint
     with pytest.warns(RuntimeWarning, match="is skipped") as caught:
         found = manager.restore()
     assert found.step == 2
@@ -122,7 +122,7 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
 
 
 def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, recwarn):
-    """Each time the reader has chosen a checkpoint, the writer saves a newer one and removes the chosen one."""
+    """Whenever the reader has chosen a checkpoint, the writer saves a newer one and removes the chosen one."""
     writer = fill(tmp_path, [1], keep=1)
 
     def overtaken(load):
@@ -198,7 +198,7 @@ def test_one_that_a_killed_save_took_aside_is_found(tmp_path):
 
 
 def test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step(tmp_path):
-    """After a fall back to 2, ``keep=1`` must not count the damaged step 3 as the one to keep."""
+    """After a fallback to step 2, ``keep=1`` must not count the damaged step 3 as the one to keep."""
     fill(tmp_path, [1, 2, 3, 8])
     damage(tmp_path / "step-00000003")
     damage(tmp_path / "step-00000008")
@@ -242,7 +242,7 @@ def test_a_checkpoint_with_nothing_that_an_older_one_lacks_is_read_once(tmp_path
     into = {"model": {"w": np.full(1000, 5)}, "step": 5}
 
     def refuse(*_):
-        raise AssertionError("it is verified before it is read")
+        raise AssertionError("the checkpoint must not be verified before the read")
 
     with points.replaced(points.VERIFY_TO_RESTORE, lambda _: refuse), pytest.warns(RuntimeWarning, match="skipped"):
         found = fastckpt.Manager(tmp_path).restore(into=into, strict=False)
@@ -261,7 +261,7 @@ def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
 
 
 def test_nothing_goes_before_the_newer_one_is_durable(tmp_path):
-    """accelerate's ``total_limit=1`` removes the only checkpoint, and saves after that."""
+    """In contrast, accelerate's ``total_limit=1`` removes the only checkpoint, and then saves."""
     removed = []
 
     def telling(remove):
@@ -298,7 +298,7 @@ def no_room(*_):
 
 
 def broken_writing():
-    """Have the write of every snapshot fail."""
+    """Make the write of every snapshot fail."""
     return points.replaced(points.WRITE_SNAPSHOT, lambda _: no_room)
 
 
@@ -311,7 +311,7 @@ def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path):
                 manager.wait()
         assert manager.steps() == [1]
         assert (tmp_path / "latest").read_text() == "step-00000001\n"
-        # It may be saved again.
+        # The step may be saved again.
         assert manager.save(2, state(2))
     assert manager.steps() == [2]
 
@@ -358,7 +358,7 @@ def test_each_save_takes_the_files_as_they_are_then(tmp_path, asynchronous):
 
 
 def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(tmp_path, caplog):
-    """Notes, results, a checkpoint of torch's DCP, a directory: nothing that fastckpt did not write is removed."""
+    """Only files that fastckpt wrote are removed: not notes, results, a checkpoint of torch's DCP or a directory."""
     options = {"save_options": {"files": {"config.json": "{}"}}}
     fill(tmp_path, [1], **options)
     path = tmp_path / "step-00000001"
@@ -385,7 +385,7 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
 
 
 def test_what_others_put_among_the_training_groups_files_stays(tmp_path):
-    """Mutants: the directory and everything in it counts as ours; it stays under the checkpoint's name."""
+    """Mutants: everything in the directory counts as written by fastckpt; the directory keeps the checkpoint's name."""
     full = {"model": {"w": np.ones(9)}, "optimizer": {"m": np.ones(9)}}
     with fastckpt.Manager(tmp_path, keep=1) as manager:
         for step in (1, 2, 3):
@@ -548,7 +548,7 @@ def test_several_managers_in_one_directory_leave_the_newest(tmp_path):
             (one if step % 2 else other).save(step, state(step))
             (one if step % 2 else other).wait()
             assert other.latest() == step
-    # The other manager keeps two, and removes nothing newer than its own.
+    # The other manager keeps two checkpoints, and removes nothing newer than its own.
     assert other.steps() == [7, 8]
 
 
@@ -606,7 +606,7 @@ def test_other_names(tmp_path):
     fill(tmp_path, [5], name="gpt.{step}.ckpt")
     assert [path.name for path in tmp_path.glob("gpt*")] == ["gpt.5.ckpt"]
     assert fastckpt.Manager(tmp_path, name="gpt.{step}.ckpt").steps() == [5]
-    # Names that the format would not make are not checkpoints of the run.
+    # A directory with a name that the format does not make is no checkpoint of the run.
     (tmp_path / "gpt.05.ckpt").mkdir()
     (tmp_path / "gpt.6.ckpt").write_text("a file")
     (tmp_path / "gpt.7.ckpt").symlink_to("gpt.5.ckpt")
@@ -615,7 +615,7 @@ def test_other_names(tmp_path):
 
 
 def test_ten_thousand_checkpoints_are_listed_without_opening_them():
-    """``steps`` opens no checkpoint, and ``latest`` only unknown ones, compared with a plain listing in one run."""
+    """``steps`` opens no checkpoint, and ``latest`` opens only unknown ones; both are compared with a plain listing."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         compare_listings(Path(directory))
@@ -639,7 +639,7 @@ def compare_listings(tmp_path):
 
     plain = cpu(lambda: [(path.name, path.is_dir()) for path in tmp_path.iterdir()])
     assert cpu(manager.steps) < plain, plain
-    # The facts of each need two calls of stat, and one of them is opened.
+    # Each checkpoint needs two calls of stat, and one checkpoint is opened.
     assert cpu(manager.latest) < 6 * plain, plain
 
 
@@ -649,7 +649,7 @@ def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
     def die(*_):
         raise SystemExit
 
-    # Killed before it could give the file its name.
+    # The process was killed before it could rename the file.
     directory = fastckpt.Manager(tmp_path)._local.place
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", die)
@@ -680,7 +680,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
     assert len(swept) == 3
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
     assert not list(tmp_path.glob(".*.new"))
-    # There is no endless loop if the file cannot get its name.
+    # No endless loop follows if the file cannot be renamed.
     (tmp_path / "latest").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.glob(".*.new")])
     with pytest.raises(FileNotFoundError):
@@ -726,7 +726,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path):
 
     with broken_writing(), pytest.raises(KeyError):
         program()
-    fastckpt.background.drain(60)  # raises what nobody has been told
+    fastckpt.background.drain(60)  # raises errors that nothing raised yet
 
 
 def test_wait_ends_after_a_save_whose_call_was_interrupted_behind_its_begin(tmp_path):
@@ -754,7 +754,7 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):
-    """Missing keys are an error, and do not give fresh weights."""
+    """Missing keys are an error; the model does not silently keep fresh weights."""
     torch = pytest.importorskip("torch")
     model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 4), "adapter": torch.nn.Linear(4, 2)})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -20,7 +20,7 @@ import fastckpt
 from fastckpt import distributed, when
 from harness import groups, parallel, points
 
-#: A long timeout, for busy machines, and a short one, to miss a rank.
+#: A long timeout, for busy machines, and a short one, after which a rank counts as missing.
 TIMEOUT, SHORT = 60.0, 3.0
 #: All ranks, with the long timeout.
 RANKS = distributed.Ranks(timeout=TIMEOUT)
@@ -28,13 +28,13 @@ RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 @pytest.fixture(scope="module")
 def four(forge):
-    """Ranks for all tests that leave them alive."""
+    """Ranks for all tests that do not end them."""
     with forge.group(4) as group:
         yield group
 
 
 def state(step):
-    """A tensor of which all ranks have parts, and a common value."""
+    """Return a tensor of which all ranks have parts, and a common value."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"w": parallel.distributed(torch.full((64, 1000), float(step)), mesh, [Shard(0)]), "step": step}
 
@@ -54,7 +54,7 @@ def test_saves_of_ranks_overlap(four, tmp_path):
 
 
 def train(out, steps, options):
-    """Train on from the run's last step; returns this rank's record."""
+    """Train on from the run's last step; return this rank's record."""
     removed = []
 
     def counting(remove):
@@ -77,7 +77,7 @@ def train(out, steps, options):
 
 
 def go_back(out):
-    """Save three steps, go back to the second, and save another one; returns this rank's restore after that."""
+    """Save three steps, go back to the second, and save another; return this rank's restore after that."""
     fill(out, 1000, 2000, 3000)
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         manager.restore(into=state(0), step=2000)
@@ -89,7 +89,7 @@ def go_back(out):
 
 
 def begin_anew(out):
-    """Restore after a run; returns the error, and the result of a new beginning."""
+    """Restore after a run; return the error, and the result of a restore with ``fresh=True``."""
     manager = fastckpt.Manager(out, ranks=RANKS, name="other-{step}")
     try:
         manager.restore(into=state(0))
@@ -106,7 +106,7 @@ def test_ranks_follow_the_branch_that_saved_last(four, tmp_path):
 
 
 def stand_still(out, stale, options):
-    """Save three steps, the last two with the same weights; returns this rank's warnings after each, and the shares."""
+    """Save three steps, the last two with equal weights; return this rank's warnings after each, and the shares."""
     heard = []
     with fastckpt.Manager(out, ranks=RANKS, stale=stale, **options) as manager:
         for step in (1, 2, 3):
@@ -153,7 +153,7 @@ def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
     first = four.run(train, tmp_path / "run", 35, options)
     second = four.run(train, tmp_path / "run", 10, options)
     for rank in range(4):
-        # Only rank 0 removes.
+        # Only rank 0 removes checkpoints.
         assert first[rank] == (None, [10, 20, 30], int(rank == 0), [20, 30], 30, 30)
         own = (30, 30, 30.0, {"rank": rank})
         assert second[rank] == (own, [40], int(rank == 0), [30, 40], 40, 40)
@@ -163,14 +163,14 @@ def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
 
 
 class Odd:
-    """A caller's policy that decides only on rank 0."""
+    """A custom policy that wants steps only on rank 0."""
 
     def due(self, moment):
         return dist.get_rank() == 0 and moment.step % 7 == 3
 
 
 def save_some(out, policy, count):
-    """Save that many times, at any steps."""
+    """Train until ``count`` steps are saved; return these steps."""
     policies = {
         "time": lambda: when.Every(time=0.1),
         "auto": lambda: when.Auto("1s", overhead=0.9),
@@ -199,7 +199,7 @@ def test_all_ranks_save_the_same_steps(four, tmp_path, when):
 
 
 def count_rounds(out, calls):
-    """How often a rank asked the others, and the steps that it saved."""
+    """Return how often a rank asked the others, and the steps that it saved."""
     asked = []
     with fastckpt.Manager(out, ranks=RANKS, save_when=[when.Steps(calls - 1), when.Every(time="1h")]) as (manager):
         decide = manager._ranks.decide
@@ -215,7 +215,7 @@ def test_short_steps_are_not_slowed_by_questions_and_none_that_is_due_is_missed(
 
 
 def fail_once(out, async_save):
-    """A save that fails on one rank; then the same step once more."""
+    """Save a step, which fails on one rank, and save it again."""
     with fastckpt.Manager(out, ranks=RANKS, async_save=async_save) as manager:
         manager.save(1, state(1))
         manager.wait()
@@ -244,7 +244,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
 
 
 def leave_out(out):
-    """Other calls between an agreement and its save, and a save that all skip while one is in flight."""
+    """Make other calls between an agreement and its save, and a save that all skip while another is in flight."""
     slow = {"io": fastckpt.IO(bandwidth_limit="1MB")}
     with fastckpt.Manager(out, ranks=RANKS, save_options=slow) as manager:
         assert manager.should_save(1)
@@ -262,7 +262,7 @@ def test_what_all_ranks_leave_out_costs_them_nothing_else(four, tmp_path):
 
 
 def miss(out, late, where):
-    """One rank fails between the agreement and the save; returns this rank's record, and the saved steps."""
+    """Let one rank fail between the agreement and the save; return this rank's record, and the saved steps."""
     mine, told = dist.get_rank() == 2 - late, []
     last = 2 if late else 1
 
@@ -296,8 +296,8 @@ def noted(told):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", ["save", "outside", "goes on"])
 def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(forge, tmp_path, late, where):
-    """Its arguments are bad, or the program fails or goes on; it may be the first save, before which no rank knows the
-    others."""
+    """The arguments are bad, or the program fails or continues; the save may be the first, before which ranks have not
+    met."""
     with forge.group(3) as group:
         found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
     if where == "outside":
@@ -332,7 +332,7 @@ def restore(out):
 
 @pytest.mark.parametrize("default", [True, False])
 def test_one_rank_goes_on_where_several_have_saved(forge, tmp_path, default):
-    """A group of one is a group: it may save DTensors and restore into DTensors."""
+    """A group of one rank may also save DTensors and restore into DTensors."""
     with forge.group(2) as group:
         group.run(fill, tmp_path / "run", 1)
     if default:
@@ -353,7 +353,7 @@ def go_on(out, mesh=None):
         least, most = (float(bound()) for bound in (into["w"].to_local().min, into["w"].to_local().max))
         assert manager.save(2, into)
         with manager.steady(3, into):
-            # From the handler: a single process needs no other.
+            # The handler saves: a single process need not wait for others.
             signal.raise_signal(signal.SIGUSR1)
             steps = manager.steps()
         return found.step, least, most, steps
@@ -361,7 +361,7 @@ def go_on(out, mesh=None):
 
 def go_on_apart(out):
     rank = dist.get_rank()
-    # All ranks make all groups.
+    # All ranks must make all groups.
     mine = [DeviceMesh("cpu", [each]) for each in range(2)][rank]
     if rank:
         shutil.copytree(out, f"{out}-{rank}")
@@ -376,12 +376,12 @@ def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank):
     with pytest.warns(RuntimeWarning, match="rank 0: .*step-00000002 cannot be loaded") as caught:
         found = four.run(restore, tmp_path / "run", strike=strike, timeout=2 * TIMEOUT)
     assert found == [(1, [2], 1.0)] * 4
-    # Rank 0 warns for all.
+    # Only rank 0 warns, for all ranks.
     assert len(caught) == 1
 
 
 def restore_less(out):
-    """Restore into a state with more tensors than an older checkpoint."""
+    """Restore into a state with more tensors than an older checkpoint has."""
     into = {"a": torch.zeros(100), "b": torch.zeros(3_000_000)}
     with fastckpt.Manager(out, ranks=RANKS, read_only=True) as manager:
         found = manager.restore(into=into, strict=False)
@@ -389,7 +389,7 @@ def restore_less(out):
 
 
 def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace_on_any_rank(four, tmp_path):
-    # Blocks of the other tensor are undamaged, and would be loaded before the damage is found.
+    # Blocks of the other tensor are undamaged, and would be loaded before the damage is detected.
     ones, twos, many = torch.full((100,), 1.0), torch.full((100,), 2.0), torch.full((3_000_000,), 2.0)
     with fastckpt.Manager(tmp_path) as manager:
         manager.save(1, {"a": ones})
@@ -463,7 +463,7 @@ def test_ranks_that_differ_are_told(four, tmp_path, what, text):
 
 
 def evaluate(out):
-    """Each rank evaluates for itself: losses and durations differ."""
+    """Each rank evaluates separately, so losses and durations differ."""
     rank = dist.get_rank()
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         for step in (1, 2):
@@ -490,7 +490,7 @@ def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):
 
 
 def act_alone(out):
-    """One rank saves and restores alone, while the others do something else."""
+    """Save and restore on one rank alone, while the other ranks do something else."""
     with fastckpt.Manager(out, ranks="alone") as manager:
         manager.save(1, {"rank": dist.get_rank()})
         manager.wait()
@@ -521,7 +521,7 @@ def test_a_process_group_that_comes_after_the_manager_is_told(forge, tmp_path):
 
 
 def outlive(out, default):
-    """Use a manager whose group is gone; ``default``: another default group is there meanwhile."""
+    """Use a manager whose group was destroyed; ``default``: another default group exists by then."""
     group = None if default else dist.new_group(backend="gloo")
     with fastckpt.Manager(out, ranks=distributed.Ranks(group, timeout=TIMEOUT)) as manager:
         manager.save(1, state(1))
@@ -539,7 +539,7 @@ def outlive(out, default):
 
 @pytest.mark.parametrize("default", [True, False])
 def test_a_manager_whose_process_group_is_gone_saves_nothing(forge, tmp_path, default):
-    """Each rank would save for itself, all to the same path."""
+    """Otherwise, each rank would save alone, all to the same path."""
     with forge.group(2) as group:
         assert group.run(outlive, tmp_path / "run", default) == [[1], [1]]
 
@@ -553,13 +553,13 @@ def step_on(out, raises):
                 groups.report("ready")
                 if raises and dist.get_rank() == 1:
                     raise ValueError("out of memory")
-                # Without torch's own wait for that rank, which is not tested here.
+                # This removes torch's own wait for the missing rank, which is not tested here.
                 dist.barrier = lambda: None
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
-    """A rank that has left its ``with`` statement reports it; a stopped rank is named after the timeout."""
+    """A rank that left its ``with`` statement is reported at once; a stopped rank is named after the timeout."""
     with forge.group(3) as group:
         group.start(step_on, tmp_path / "run", raises)
         for rank in range(3):
@@ -574,7 +574,7 @@ def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
 
 
 def fork(out):
-    """A child of a rank asks no rank and saves nothing."""
+    """Check that a child of a rank asks no rank and saves nothing."""
     with fastckpt.Manager(out, ranks=RANKS) as manager:
         child = os.fork()
         if child == 0:

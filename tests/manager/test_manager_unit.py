@@ -35,12 +35,12 @@ from fastckpt.exceptions import RanksError
 from fastckpt.keep import Saved
 
 STATE = {"w": np.arange(1000.0)}
-#: The suffix of a machine that cannot be asked from here.
+#: The suffix of a machine whose processes are not visible here.
 ELSEWHERE = "node7-0000000000000001-1-1-1"
 
 
 def leave(run, name="step-00000001", kind="tmp", digits="0123abcd"):
-    """A workspace of another machine, half written."""
+    """Make a half-written workspace of another machine."""
     path = run / f".{name}.{kind}-{ELSEWHERE}-{digits}"
     (path / "training").mkdir(parents=True)
     (path / "fastckpt.json").touch()
@@ -64,7 +64,7 @@ def watched(tmp_path):
 
 
 def test_a_start_tells_what_nobody_may_remove(tmp_path, caplog):
-    """Mutants: silent; those of other names, too; by a read-only manager, too."""
+    """Mutants: no warning; a warning about other names, too; a warning of a read-only manager, too."""
     leave(tmp_path)
     leave(tmp_path, "step-00000002", digits="11111111")
     leave(tmp_path, "somebodys", digits="22222222")
@@ -90,7 +90,7 @@ def test_a_save_removes_what_has_stood_still(tmp_path, async_save):
         manager.save(3, STATE)
         manager.wait()
         assert path.exists()
-        # By the manager's clock, regardless of the times of its files.
+        # The age is measured by the manager's clock, regardless of the times of the files.
         clock.now += 1e6
         manager.save(4, STATE)
         manager.wait()
@@ -99,7 +99,7 @@ def test_a_save_removes_what_has_stood_still(tmp_path, async_save):
 
 
 def test_what_changes_is_watched_anew(watched):
-    """Mutants: only the directory is checked, or only its names; the first look counts forever."""
+    """Mutants: only the directory is checked, or only its names; only the first check counts."""
     run, leftovers, clock = watched
     path = leave(run)
     leftovers.begin()
@@ -128,7 +128,7 @@ def test_age_counts_for_nothing(watched):
 
 
 def test_what_an_old_checkpoint_is_put_back_by_stays(watched):
-    """Only its workspace shows that the old checkpoint has to come back."""
+    """Only the workspace shows that the old checkpoint must be put back."""
     run, leftovers, clock = watched
     fastckpt.save(STATE, run / "step-00000001")
     path = leave(run)
@@ -173,7 +173,7 @@ def test_what_cannot_be_removed_is_told(watched, caplog, monkeypatch):
 
 
 def each_minute(steps, losses=None):
-    """A checkpoint each minute."""
+    """Return the facts of one checkpoint per minute."""
     metrics = {step: {"loss": loss} for step, loss in (losses or {}).items()}
     return [keep.Saved(step, 60.0 * index, metrics.get(step, {})) for index, step in enumerate(steps)]
 
@@ -200,7 +200,7 @@ def test_the_newest_stays_whatever_policies_say():
 
 
 def test_one_by_one_or_all_at_once_the_same_stay():
-    """The checkpoints that ``Every`` keeps do not depend on earlier removals, at any times."""
+    """Whatever the times, the checkpoints that ``Every`` keeps do not depend on earlier removals."""
     seed = random.Random(3)
     for _ in range(200):
         times = sorted(seed.uniform(0, 1000) for _ in range(30))
@@ -215,7 +215,7 @@ def test_one_by_one_or_all_at_once_the_same_stay():
 
 
 class Training:
-    """A simulated run: steps take ``step`` seconds, saves stop it for ``stall`` and are durable ``durable`` later."""
+    """A simulated run: steps take ``step`` seconds, saves stall it for ``stall`` and are durable ``durable`` later."""
 
     def __init__(self, policy, *, step=1.0, stall=0.5, durable=4.0, slower=1.0):
         self.clock = Clock()
@@ -227,7 +227,7 @@ class Training:
         self.saved = []
 
     def run(self, seconds):
-        """Train; the seconds between the starts of saves are in ``gaps``."""
+        """Train; add the seconds between the starts of saves to ``gaps``."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.step += 1
@@ -238,7 +238,7 @@ class Training:
                 self.timing.durable(self.began, self.stall)
                 self.clock.now, self.began = now, None
             self.timing.reach(self.step, in_flight=in_flight)
-            self.timing.reach(self.step, in_flight=in_flight)  # asked twice, a step is one step
+            self.timing.reach(self.step, in_flight=in_flight)  # a repeated call does not count as another step
             if self.policy.due(self.timing.moment(in_flight=self.began is not None)):
                 assert self.policy.due(self.timing.moment(in_flight=self.began is not None))
                 self.saved.append((self.step, self.clock.now))
@@ -290,7 +290,7 @@ def test_auto_takes_the_optimum_of_what_was_measured(caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
         training = Training(when.Auto(mttf="2h", overhead=0.05), step=1.0, stall=2.0, durable=10.0)
         training.run(4000)
-    # The second step is saved to measure; then the interval is optimal, to the step.
+    # The save of the second step measures the cost; then the interval is optimal, rounded to steps.
     assert training.saved[0][0] == 2
     best = best_interval(2.0, 7200.0)
     assert best > 2.0 / 0.05
@@ -336,7 +336,7 @@ def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
     alone.run(4000)
     slowed.run(4000)
     assert alone.timing.cost == pytest.approx(0.5)
-    # A fifth of the time of the write is lost.
+    # Training loses a fifth of the time of the write.
     assert slowed.timing.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
     assert slowed.gaps[-1] > 3 * alone.gaps[-1]
 
@@ -366,7 +366,7 @@ def test_an_endless_grace_period_is_no_limit():
 
 
 class Ranks:
-    """Many ranks that ask for the outcome of a load, in groups of 32 like in a tree, and what each had reported."""
+    """Many ranks that ask for the outcome of a load, in groups of 32 as in a tree, and the reports of each."""
 
     host = "node"
 
@@ -384,7 +384,7 @@ class Ranks:
         return json.loads(json.dumps(decide(combine([json.loads(message) for message in messages]))))
 
     def ask(self):
-        """The answer to all of them."""
+        """Return the answer, which is the same for all ranks."""
         for rank, error in enumerate(self.errors):
             self.rank = rank
             answer = restore.failures_of(self, error)
@@ -392,7 +392,7 @@ class Ranks:
 
 
 def test_what_a_thousand_ranks_could_not_load_travels_as_the_first_failures_and_a_count():
-    """Mutants: a list of all; those that have only heard of it among them; a rank that must not skip it unheard."""
+    """Mutants: all failures are listed, or ranks that only heard of one; a rank that must not skip it is ignored."""
     damage, heard = fastckpt.CorruptCheckpointError("d" * 5000), RanksError("r" * 5000, ())
     failed = {3, *range(40, 1000)}
     ranks = Ranks([damage if rank in failed else heard for rank in range(1000)])
@@ -411,12 +411,12 @@ def test_what_a_thousand_ranks_could_not_load_travels_as_the_first_failures_and_
     assert Ranks([None] * 40).ask() is None
 
 
-#: Boundaries after which ranks will not hear of a call any more.
+#: The number of boundaries after which a rank stops waiting for a call.
 LONGEST = 50_000
 
 
 class Crowd:
-    """Some ranks in one process, each with its boundaries in a thread."""
+    """Some ranks in one process; a thread reaches the boundaries of each rank."""
 
     def __init__(self, size, store=None):
         self.came = [0] * size
@@ -427,12 +427,12 @@ class Crowd:
             each.listen(lambda rank=rank: Came(self.came[rank], self.signals[rank], 60.0 - rank))
 
     def each(self, function):
-        """The results of a function of each rank's number."""
+        """Call a function with each rank's number; return the results."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(function, range(len(self.ranks))))
 
     def until_asked(self, rank):
-        """How many boundaries a rank reaches until it asks at one."""
+        """Return how many boundaries a rank reaches until it asks at one."""
         for at in range(1, LONGEST):
             if self.ranks[rank].reach(passes=True):
                 return at
@@ -440,7 +440,7 @@ class Crowd:
         return None
 
     def until_called(self, rank):
-        """The signals of the call for which a rank asks."""
+        """Return the signals of the call for which a rank asks."""
         for _ in range(LONGEST):
             if call := self.ranks[rank].reach(passes=True):
                 return call.signals
@@ -455,7 +455,7 @@ class Crowd:
 
 @pytest.fixture
 def crowd(monkeypatch):
-    """Seven ranks, of which four are two below the first."""
+    """Seven ranks in a tree, of which four are two levels below the first."""
     monkeypatch.setattr(tree, "FAN_IN", 2)
     store = HashStore()
     made = Crowd(7, store)
@@ -465,11 +465,11 @@ def crowd(monkeypatch):
 
 @pytest.mark.parametrize("calls", [{3: 1}, {0: 40}, dict.fromkeys(range(7), 5), {2: 1, 5: 300}])
 def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls):
-    """Mutants: the last boundary reached; no rank stays at one during the agreement; one that stays passes it."""
+    """Mutants: ranks ask at the last boundary reached; no rank waits during the agreement; a waiting rank passes."""
     draw = [random.Random(rank) for rank in range(7)]
 
     def train(rank):
-        """The boundaries at which this rank asks for a call, until it has heard of all calls."""
+        """Return the boundaries at which this rank asks for a call, until it has heard of all calls."""
         asked, at = [], 0
         while (not asked or at <= max(calls.values())) and at < LONGEST:
             at += 1
@@ -516,7 +516,7 @@ def test_signals_that_a_call_has_told_need_no_question(tmp_path):
     for pending, expected in ([10], []), ([10, 12], [12]):
         ranks._skip, signals._pending[:] = 3, pending
         assert not ranks.passes(needed=False)
-        # A question would check whether a policy wants the step.
+        # Asking the ranks would check whether a policy wants the step.
         agreed = boundary.ask("should_save", 5, None, 0.0)
         assert (agreed.signals, agreed.due, signals.called, urged) == ((10,), True, True, expected)
         assert (ranks.take_call(), ranks._skip) == (None, 0)
@@ -546,7 +546,7 @@ def test_a_rank_that_ends_is_named_at_the_next_boundary(crowd):
 
 
 def test_while_nobody_calls_the_store_is_asked_nothing(monkeypatch):
-    """Mutant: a look at the key once per slice."""
+    """Mutant: each slice of the wait reads the key once."""
     looks, asked = [threading.Semaphore(0) for _ in range(3)], []
     server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     woken, call = Peers.is_woken, Transport._call

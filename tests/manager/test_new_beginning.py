@@ -1,4 +1,4 @@
-"""In the directory of a run, no program begins anew by accident."""
+"""No program begins a new run by accident in the directory of an existing run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.tiers import kept
 
 
 def begin(directory, text, kind=fastckpt.CheckpointError, **options):
-    """A restore raises an error with ``text``, unless it is told to begin anew."""
+    """Check that a restore raises an error with ``text``, except with ``fresh=True``."""
     for read_only in (False, True):
         manager = fastckpt.Manager(directory, read_only=read_only, **options)
         with pytest.raises(kind, match=text) as raised:

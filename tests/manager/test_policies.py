@@ -15,7 +15,7 @@ MINUTE = 60.0
 
 
 def run(steps, losses=None):
-    """A checkpoint each minute."""
+    """Return the facts of one checkpoint per minute."""
     losses = losses or {}
     return [
         Saved(step, index * MINUTE, {"loss": losses[step]} if step in losses else {})
@@ -52,7 +52,7 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
     saved = run(range(0, 1000, 100))
     assert keep.Younger("150s").kept(saved, now) >= {700, 800, 900}
     assert keep.Younger("150s").kept([], now) == set()
-    # Saved earlier, by a host whose clock is ahead.
+    # This checkpoint was saved earlier, by a host whose clock is ahead.
     ahead = dataclasses.replace(saved[5], created=24 * 60 * MINUTE)
     assert keep.Younger("150s").kept([*saved[:5], ahead, *saved[6:]], now) >= {500, 700, 800, 900}
     if now >= 9 * MINUTE:
@@ -60,7 +60,7 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
 
 
 def test_a_host_whose_clock_is_ahead_does_not_make_the_one_before_its_first_too_old():
-    """The host that saves the newest one also removes, by its own clock."""
+    """The host that saves the newest checkpoint also removes old ones, by its own clock."""
     day = 24 * 60 * MINUTE
     saved = [Saved(1, 0.0), Saved(2, 5 * MINUTE), Saved(3, day + 10 * MINUTE)]
     assert keep.Younger("2h").kept(saved, day + 10 * MINUTE) == {2, 3}

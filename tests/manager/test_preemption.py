@@ -34,7 +34,7 @@ if "handler" in mode:
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 manager = fastckpt.Manager(out, save_when=fastckpt.when.Steps(2), **(
     dict(save_options={"io": fastckpt.IO(bandwidth_limit="20kB")}) if "slow" in mode else {}))
-# In a mode that is slow, at the limit, the large one takes longer than any test waits.
+# In a slow mode, under the bandwidth limit, a large save takes longer than any test waits.
 large = lambda step: step > 2 or "busy" in mode
 state = lambda step: {"a": np.full(200_000 if large(step) else 10, step)}
 manager.save_on_signal(
@@ -132,7 +132,7 @@ def test_without_exit_the_loop_ends_by_itself(start, tmp_path):
 
 
 def test_during_an_evaluation_it_is_saved_at_once(start, tmp_path):
-    """The loop never reaches another step boundary."""
+    """The signal comes during an evaluation: the loop never reaches another step boundary."""
     code, _, err = start("evaluate").end(signal.SIGTERM)
     assert (code, err) == (128 + signal.SIGTERM, "")
     assert whole(tmp_path) == 3
@@ -140,7 +140,7 @@ def test_during_an_evaluation_it_is_saved_at_once(start, tmp_path):
 
 @pytest.mark.parametrize("mode", ["slow grace busy", "slow grace busy evaluate"])
 def test_what_cannot_be_durable_in_time_is_given_up(start, tmp_path, mode):
-    """The save of step 2 would take 80 s of a grace period of 2: nothing of it stays, and the process ends."""
+    """The save of step 2 would take 80 s of a grace period of 2: nothing of the save stays, and the process ends."""
     code, _, err = start(mode).end(signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
     assert "the save for SIGTERM was abandoned" in err
@@ -149,7 +149,7 @@ def test_what_cannot_be_durable_in_time_is_given_up(start, tmp_path, mode):
 
 
 def test_a_limit_of_bandwidth_does_not_hold_the_last_save(start, tmp_path):
-    """At the limit it would take 80 s."""
+    """Under the bandwidth limit, the save would take 80 s."""
     assert start("slow evaluate").end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
     assert whole(tmp_path) == 3
 
@@ -179,7 +179,7 @@ def test_a_forked_child_saves_nothing_and_dies_of_what_ends_processes(start, tmp
 
 @pytest.fixture
 def manager(tmp_path):
-    """In this process, with the handlers put back."""
+    """A manager in this process; the earlier handlers are restored at the end."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append((number, made.latest())))
@@ -192,13 +192,13 @@ def manager(tmp_path):
 
 def raise_signal(number):
     signal.raise_signal(number)
-    # Python runs the handler between two instructions.
+    # Python runs the handler only between two instructions.
     for _ in range(100):
         pass
 
 
 def test_a_notice_has_the_step_saved_once_for_each_of_its_news(tmp_path):
-    """Mutants: it is asked twice at a step; its earlier answer counts as news."""
+    """Mutants: the notice is called twice at a step; its earlier answer counts as news."""
     said, asked, saved = {3: "a", 4: "a", 6: "b", 7: "a", 8: None}, [], []
 
     def ask():
@@ -248,7 +248,7 @@ def test_several_signals_are_answered_by_one_save_and_each_passed_on(manager):
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
         raise_signal(number)
     assert manager.should_save(7)
-    # A loop that ends because of the signal must not end before its save.
+    # A loop that ends when `preempted` is set must not end before its save.
     assert manager.preempted is None
     assert manager.save(7, {"a": 7})
     assert manager.preempted == signal.SIGUSR1
@@ -261,7 +261,7 @@ def test_a_signal_before_a_steady_stretch_is_answered_at_its_begin(manager):
     assert manager.told == []
     with manager.steady(4, {"a": 4}):
         assert manager.told == [(signal.SIGUSR1, 4)]
-        # Again: it is saved.
+        # The second signal comes after the save of the step.
         raise_signal(signal.SIGUSR1)
         assert manager.told == [(signal.SIGUSR1, 4)] * 2
     assert manager.steps() == [4]
@@ -317,7 +317,7 @@ def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, m
 
 
 def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
-    """The save would take 80 s. The signal comes before the wait or in it."""
+    """The save would take 80 s. The signal comes before or during the wait."""
     with fastckpt.Manager(tmp_path / "other", save_options=SLOW) as other:
         other.save_on_signal(signal.SIGUSR1, grace="100ms")
         other.save(1, {"a": np.zeros(200_000)})
@@ -327,7 +327,7 @@ def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
             other.wait()
         sender.join()
         assert "was not durable in time" in caplog.text
-        # The wait is not at a place where the program may end.
+        # The wait is not a place at which the program may end.
         assert manager.told == []
         assert not other.should_save(2)
         assert manager.told == [(signal.SIGUSR1, None)]
@@ -343,7 +343,7 @@ def test_a_handler_that_is_put_back_after_its_manager_has_ended_passes_on(tmp_pa
             pass
     raise_signal(signal.SIGUSR1)
     assert manager.told == [(signal.SIGUSR1, None)]
-    # It can begin anew.
+    # The manager can begin anew.
     with one:
         one.save_on_signal(signal.SIGUSR1)
         raise_signal(signal.SIGUSR1)
@@ -461,8 +461,8 @@ def test_signals_are_taken_in_the_main_thread(tmp_path):
 
 
 def test_a_handler_that_runs_while_the_facts_are_read_waits_for_no_save_that_waits_for_them(tmp_path):
-    """Two threads stand for the main thread, which reads and answers a signal, and for that of a save that ends.
-    Mutant: a save holds its own lock when it notes its facts."""
+    """Two threads stand for the main thread, which answers a signal during a read, and for the thread of a save that
+    ends. Mutant: a save holds its own lock when it records its facts."""
     manager = fastckpt.Manager(tmp_path)
     manager.save(1, {"a": np.zeros(10)})
     report, after, catalogue = manager.wait(), manager._after_save, manager._local.catalogue

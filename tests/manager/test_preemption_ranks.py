@@ -34,7 +34,7 @@ def state(step, size=1000):
 
 
 def train(out, how):
-    """Train until the manager ends the run; returns this rank's record.
+    """Train until the manager ends the run; return this rank's record.
 
     Args:
         out: the directory of the run.
@@ -84,10 +84,10 @@ def test_a_signal_on_one_rank_ends_all_at_the_same_step(four, tmp_path, rank, sk
 
 
 def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
-    """One has another signal, one has it later; all pass on what any had. They ask once: no rank saved that step."""
+    """One rank gets another signal, one gets it later; all pass on both. They ask once: no rank saved that step."""
     calls = {(1, 5): [signal.SIGUSR2], (3, 5): [signal.SIGUSR2, signal.SIGUSR1], (2, 6): [signal.SIGUSR1]}
     seen = four.run(train, tmp_path / "run", {"handlers": True, "calls": calls}, timeout=2 * TIMEOUT)
-    # At the boundary after the last one that a rank had reached when it heard.
+    # They stop at the boundary after the last one that a rank had reached when it heard of the signal.
     step = seen[0][1]
     assert step >= 5
     assert seen == [(signal.SIGUSR2, step, [signal.SIGUSR2], [2, step], ["steady: signal"])] * 4
@@ -97,7 +97,7 @@ def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
 
 
 def notices(out):
-    """Train with a notice that is a barrier, like Ray's, and that has news twice; returns the saved steps."""
+    """Train with a notice that is a barrier, like Ray's, and has news twice; return the saved steps."""
     asked, saved = [], {}
 
     def ask():
@@ -118,9 +118,9 @@ def test_a_notice_has_the_same_step_saved_on_all_ranks(four, tmp_path):
 
 
 def hold(out, where, grace):
-    """A signal comes to one rank in a steady stretch or another one; returns this rank's record."""
+    """Send one rank a signal in a steady stretch or at another point; return this rank's record."""
     mine = dist.get_rank() == 2
-    # Slow enough to be in flight, or not to be durable in time.
+    # The save is slow enough to be in flight, or not to be durable in time.
     options = {"io": fastckpt.IO(bandwidth_limit="20kB" if grace else "2MB")}
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append((number, manager.steps())))
@@ -148,21 +148,21 @@ def hold(out, where, grace):
 
 @pytest.mark.parametrize("where", ["steady", "flight", "end"])
 def test_a_signal_beside_the_boundaries(four, tmp_path, where):
-    """Within a steady stretch, during a save, or after the last boundary: all pass it on once."""
+    """The signal comes within a steady stretch, during a save, or after the last boundary: all pass it on once."""
     seen = four.run(hold, tmp_path / "run", where, None, timeout=2 * TIMEOUT)
     assert seen == [([(signal.SIGUSR1, [1])], signal.SIGUSR1)] * 4
 
 
 @pytest.mark.parametrize("where", ["flight", "end", "late"])
 def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path, where):
-    """The save would take 40 s of a grace period of 1, or the boundary comes after it."""
+    """The save would take 40 s, beyond a grace period of 1 s, or the boundary comes after that period."""
     seen = four.run(hold, tmp_path / "run", where, "1s", timeout=2 * TIMEOUT)
     assert seen == [([(signal.SIGUSR1, [])], signal.SIGUSR1)] * 4
     assert not [*tmp_path.rglob(".step*")]
 
 
 def hold_two(out):
-    """A signal comes while two saves of 40 s each are in flight; whether it was answered in time, and the steps."""
+    """Raise a signal during two saves of 40 s each; return whether it was answered in time, and the steps."""
     options = {"io": fastckpt.IO(bandwidth_limit="20kB", max_in_flight=2)}
     with fastckpt.Manager(out, ranks=RANKS, save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
@@ -181,7 +181,7 @@ def test_all_that_is_in_flight_is_given_up_in_time(four, tmp_path):
 
 
 def signal_late(out):
-    """A signal comes after all ranks have agreed to end; returns this rank's outcome."""
+    """Raise a signal after all ranks have agreed to end; return this rank's outcome."""
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
 
@@ -199,7 +199,7 @@ def signal_late(out):
 
 def test_a_signal_while_the_last_copies_are_given_up_is_passed_on(four, tmp_path):
     seen = four.run(signal_late, tmp_path)
-    # One process on each host copies.
+    # Only one process on each host copies.
     assert seen == [([signal.SIGUSR1], signal.SIGUSR1), *[([], None)] * 3]
 
 

@@ -16,7 +16,7 @@ def full(number):
 
 
 def run(directory, *states, **options):
-    """Save them; the report of the last one."""
+    """Save the states; return the report of the last save."""
     with fastckpt.Manager(directory, **options) as manager:
         found = manager.restore()
         for step, one in enumerate(states, found.step + 1 if found else 1):
@@ -30,7 +30,7 @@ def run(directory, *states, **options):
 def test_a_group_that_does_not_change_is_told_with_its_names(tmp_path, caplog, options, what, name):
     with caplog.at_level(logging.WARNING, "fastckpt"):
         assert run(tmp_path, state(1), state(2), **options).warnings == ()
-        # Even across a restart.
+        # The alarm also works across a restart.
         report = run(tmp_path, state(3, **{what: False}), state(4, **{what: False}), **options)
         last = run(tmp_path, state(5, **{what: False}), **options)
     told = [record.message for record in caplog.records if "has changed" in record.message]
@@ -56,7 +56,7 @@ def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
 
 @pytest.mark.parametrize("moment", ["adam.m", "AdamW.0.m", "muon.m", "state.0.exp_avg", "inner.w.momentum_buffer"])
 def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_path, moment):
-    """The model has no group of its own. Mutants: such names are ignored; they count as weights."""
+    """The model has no separate group. Mutants: such names are ignored; such names count as weights."""
 
     def one(weight, number):
         return {"policy": {"w": full(weight)}, "others": {moment: full(number)}}
@@ -68,7 +68,7 @@ def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_pa
 
 
 def test_a_model_that_is_not_trained_raises_no_alarm(tmp_path):
-    """Its adapter is trained, beside it or in it; or the model is frozen, and the trained tensors have other names."""
+    """An adapter beside or in the model is trained; or the model is frozen, and trained tensors have other names."""
 
     def one(number, name):
         trained = {name: {"a": full(number)}, "optimizer": {"exp_avg": full(number)}}
@@ -112,6 +112,6 @@ def test_the_share_that_changed_is_recorded(tmp_path):
         assert shares[0] == {}
         assert shares[1:3] == [{"model": 0.25, "optimizer": 1.0}] * 2
     with fastckpt.open(manager.path(4)) as checkpoint:
-        # The shares of the previous save: its own are known only after its manifest is written.
+        # These are the shares of the previous save: a save knows its own shares only after its manifest is written.
         noted = checkpoint.metadata["lineage"]
         assert (noted["changed_of"], noted["changed"]) == (3, {"model": 0.25, "optimizer": 1.0})

@@ -77,7 +77,7 @@ def damage(file):
 
 @pytest.fixture
 def quiet():
-    """A warning is an error."""
+    """Turn warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -160,7 +160,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, number, caplog):
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
     assert "loading from" in caplog.text
-    # The base of the next save is not here.
+    # The base of the next save is not in the local tier.
     manager.save(3, state(3), {"loss": 0})
     manager.wait()
     assert at_remote(manager) == [1, 2, 3]
@@ -209,7 +209,7 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
         found = fastckpt.Manager(local, remote=remote, read_only=read_only).restore()
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
-    # Its remaining files stay.
+    # The remaining files of the checkpoint stay.
     assert len(shards(local / "step-00000002")) == 3
 
 
@@ -240,7 +240,7 @@ def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"does not answer and is skipped: .*no route"):
         assert is_of(manager.restore(), 2)
     shutil.rmtree(local)
-    # No new beginning.
+    # The run does not begin anew.
     with pytest.raises(OSError, match="no route"):
         manager.restore()
 
@@ -279,13 +279,13 @@ class Gate:
         while not self.open.wait(0.01):
             if options["stop"]():
                 raise CancelledError
-            assert time.monotonic() < self.end, "nobody opened the gate"
+            assert time.monotonic() < self.end, "the gate was not opened"
         return self.real(sources, target, **options)
 
 
 @pytest.fixture
 def gate():
-    """A gate before all copies from here to the remote tier."""
+    """A gate before all further copies to the remote tier."""
     made = []
     with points.replaced(points.DRAIN, lambda copy: made.append(Gate(copy)) or made[0]):
         yield made[0]
@@ -374,7 +374,7 @@ def test_wait_and_the_blocks_end_raise_what_keeps_a_step_from_the_remote(local, 
             run()
         with pytest.raises(ZeroDivisionError), fastckpt.Manager(local, remote=remote, **OPTIONS):
             raise ZeroDivisionError
-    # The next run goes on with it.
+    # The next run makes the missing copies.
     with fastckpt.Manager(local, remote=remote) as manager:
         pass
     assert at_remote(manager) == [1, 2]
@@ -505,7 +505,7 @@ def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
     for shard in shards(local / "step-00000003"):
         assert sent[f"/bucket/runs/gpt/step-00000003/{folder}/{shard.name}"]["x-amz-checksum-crc64nvme"]
     with fastckpt.Manager(local, remote=remote, remote_keep=2, **OPTIONS) as manager:
-        # An outage.
+        # From here on, the store has an outage.
         s3.refuse = lambda method, _path: "403 Forbidden" if method in {"PUT", "POST"} else None
         manager.save(4, state(4), {"loss": 1})
         with pytest.raises(PermissionError):

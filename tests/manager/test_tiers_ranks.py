@@ -25,7 +25,7 @@ RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 @pytest.fixture(scope="module")
 def four(forge):
-    """Ranks for all tests that leave them alive."""
+    """Ranks for all tests that do not end them."""
     with forge.group(4) as group:
         yield group
 
@@ -35,7 +35,7 @@ def state(step):
 
 
 def train(root, steps, options):
-    """Train on from the run's last step; returns this rank's restore, its copies, and its record at the end."""
+    """Train on from the run's last step; return this rank's restore, its copies, and its record at the end."""
     shares = []
 
     def noting(copy):
@@ -71,7 +71,7 @@ def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
     first = four.run(train, tmp_path, 3, {"keep": 1, "remote_keep": 2})
     assert first == [(None, [(0, 1)] if rank == 0 else [], [3], [2, 3], 0) for rank in range(4)]
     assert (tmp_path / "remote" / "latest").read_text() == "step-00000003\n"
-    # The nodes are new.
+    # The nodes are replaced by new ones.
     shutil.rmtree(tmp_path / "local")
     second = four.run(train, tmp_path, 1, {"keep": 1, "remote_keep": 2})
     assert [(here, steps, there) for here, _, steps, there, _ in second] == [((3, 3, 6), [4], [3, 4])] * 4
@@ -108,7 +108,7 @@ def hung_up(*_arguments, **_options):
 
 
 def fetch_on_nodes(root, broken):
-    """Restore from the remote tier alone; returns this process's fetched shares, their bytes, and the state."""
+    """Restore from the remote tier alone; return this process's fetched shares, their bytes, and the state."""
     socket.gethostname = lambda: f"node{dist.get_rank() // 2}"
     shares = []
 
@@ -190,7 +190,7 @@ def test_ranks_with_other_remotes_are_refused(four, tmp_path):
 
 
 def go_back(root, ahead, discard):
-    """Save with clocks ahead, go back on other nodes with an empty disk, and save; returns a third node's restore."""
+    """Save with clocks ahead, go back on other nodes with an empty disk, and save; return a third node's restore."""
     options = {"remote": root / "remote", "ranks": RANKS}
     real = time.time_ns
 

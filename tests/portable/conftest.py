@@ -1,4 +1,4 @@
-"""The package as a laptop has it: the same files without the compiled core."""
+"""The package as on a laptop: the same files without the compiled core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness import zygote
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory):
-    """A directory that has the package, without the core."""
+    """A directory with the package, but without the core."""
     directory = tmp_path_factory.mktemp("portable")
     unwanted = shutil.ignore_patterns("_core*.so", "__pycache__")
     shutil.copytree(Path(fastckpt.__file__).parent, directory / "fastckpt", ignore=unwanted)
@@ -26,7 +26,7 @@ def package(tmp_path_factory):
 
 @pytest.fixture
 def laptop(package):
-    """Run a program where the package has no core; what it printed."""
+    """A function that runs a program with a package that has no core, and returns the output."""
 
     def run(program, *arguments, status=0):
         path = os.pathsep.join((str(package), zygote.environment()["PYTHONPATH"]))

@@ -1,4 +1,4 @@
-"""Windows and macOS as far as they can be had here: what their Python lacks is taken away before the import."""
+"""Windows and macOS, imitated: everything that Python lacks there is removed before the import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fastckpt
 
 torch = pytest.importorskip("torch")
 
-#: Modules and names that each lacks. What others need of them has been imported by then.
+#: Modules and names that each platform lacks. Modules that other packages need are imported before the removal.
 LACKS = """
 import argparse, ctypes, importlib, importlib.metadata, inspect, json, logging, mmap, multiprocessing.connection, os
 import pathlib, shutil, signal, subprocess, sys, tempfile, threading
@@ -133,7 +133,7 @@ print(json.dumps([said, sorted(os.listdir(parent))]))
     assert names == ["step-7", "step-7.pt"]
 
 
-#: Tries the import without the package for checksums, on the platform that is named.
+#: Tries the import without the package for checksums, as if on a given platform.
 WITHOUT_ANYCRC = """
 import sys
 import numpy, tqdm.auto

@@ -1,4 +1,4 @@
-"""The wheel for other platforms installs into an empty environment, and reads there."""
+"""The wheel for other platforms installs into an empty environment, and reads checkpoints there."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_the_wheel_installs_alone_and_reads(tmp_path):
     assert "fastckpt/py.typed" in names
     assert not any(name.endswith((".so", ".pyd")) for name in names)
     assert 'Requires-Dist: anycrc>=2; sys_platform != "linux"' in about
-    # Without a pip of its own, which takes longer to install than the wheel.
+    # The environment has no pip, which would take longer to install than the wheel.
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
-    # Here, on Linux, nothing asks for the package that other platforms need.
+    # On Linux, the wheel does not require the package that other platforms need.
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", wheel, "anycrc>=2"]
     done = subprocess.run(install, check=False, capture_output=True, text=True, timeout=240)
     if done.returncode:

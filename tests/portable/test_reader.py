@@ -1,4 +1,4 @@
-"""The portable reader beside the compiled core, in one process: what both read, and what only it must get right."""
+"""The portable reader beside the compiled core, in one process: reads by both, and parts that only the reader has."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def saved(tmp_path_factory):
 
 
 def test_it_has_all_that_the_stub_promises():
-    """Whatever reading may ask of the core, in the next release, too."""
+    """The stand-in has everything that reading may use of the core, even in the next release."""
     package = Path(fastckpt.__file__).parent
     stub = ast.parse((package / "_core.pyi").read_text("utf-8"))
     spec = importlib.util.spec_from_file_location("stand_in", package / "_core.py")
@@ -65,7 +65,7 @@ def test_it_has_all_that_the_stub_promises():
     readable = 0
     for name, node in classes.items():
         ours = getattr(stand_in, name, None)
-        if ours is None or ours.__module__ == "fastckpt":  # for type checkers alone; for Linux alone
+        if ours is None or ours.__module__ == "fastckpt":  # only for type checkers, or only on Linux
             continue
         readable += 1
         for member in node.body:
@@ -83,7 +83,7 @@ def test_it_has_all_that_the_stub_promises():
 
 
 def both(path, saved_number, nbytes, **asked):
-    """The same request to both readers."""
+    """Send the same request to both readers; return the bytes, which must be equal."""
     found = []
     for kind, request in ((_core.Reader, _core.ReadRequest), (reader.Reader, ReadRequest)):
         memory = np.zeros(nbytes, np.uint8)
@@ -108,7 +108,7 @@ def test_all_that_a_manifest_says(saved):
         (one.file, one.nbytes) for one in portable.shards()
     ]
     assert (compiled.structure(), compiled.metadata()) == (portable.structure(), portable.metadata())
-    # The two round a number's last digit differently.
+    # The two readers round the last digit of a number differently.
     theirs, ours = compiled.info(), portable.info()
     assert theirs["saved"].pop("options") == ours["saved"].pop("options")
     assert theirs.pop("saved") == pytest.approx(ours.pop("saved"))
@@ -118,7 +118,7 @@ def test_all_that_a_manifest_says(saved):
 
 
 def test_drawn_boxes(saved):
-    """In any steps, to memory of any order, over blocks and in one row."""
+    """Boxes have any steps and order of memory, and span blocks or a part of a row."""
     path, state = saved
     dice = random.Random(2)
     names = list(state)
@@ -186,7 +186,7 @@ def test_damage_is_what_the_core_finds(saved, tmp_path, damage):
 
 
 def test_damage_beside_a_box_is_what_the_core_finds(saved, tmp_path):
-    """In the half of a block that the box leaves out; what reads less does not see it."""
+    """The damage is in the half of a block outside the box; reads of other blocks do not detect it."""
     path, state = tmp_path / "c", saved[1]
     shutil.copytree(saved[0], path)
     number = list(state).index("wide")
@@ -216,7 +216,7 @@ def test_damage_beside_a_box_is_what_the_core_finds(saved, tmp_path):
 
 
 def _beside(member, value):
-    """A member of the manifest, and one of the same name or another one before it."""
+    """Insert a member before the member ``metadata`` of the manifest."""
     return lambda text: text.replace(b'"metadata":', b'"%b":%b,"metadata":' % (member, value))
 
 
@@ -232,7 +232,7 @@ def _nested(levels, inside=b""):
     return b"[" * levels + inside + b"]" * levels
 
 
-#: What becomes of a manifest, by what is forged in it, and whether it can still be read.
+#: By the forged part of a manifest: the change, and whether the manifest can still be read.
 FORGED = {
     "a bracket in the place of the last brace": (lambda text: text.replace(b"]}\n", b"]]\n"), False),
     "a minor version beyond 64 bits": (
@@ -300,7 +300,7 @@ FORGED = {
 
 
 def verdict(kind, path):
-    """What a reader says of a checkpoint: its error, or what it has read."""
+    """Return the result of a reader for a checkpoint: its error, or the values that it read."""
     try:
         opened = kind(str(path))
     except fastckpt.CheckpointError as error:
@@ -324,7 +324,7 @@ def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
 
 
 def mutations(text, dice, how_many):
-    """A manifest's text with some of its values, brackets and names changed."""
+    """Yield the text of a manifest with some values, brackets and names changed."""
     at = [found.span() for found in re.finditer(rb'"[^"]*"|-?[0-9.]+|[][{},:]', text)]
     words = [text[begin:end] for begin, end in at]
     words += [b"null", b"1e400", b"-0", b"18446744073709551615", b"9223372036854775808", b'"\\ud800"', b"[[", b"NaN"]
@@ -344,7 +344,7 @@ def mutations(text, dice, how_many):
 
 
 def test_mutated_manifests_have_the_verdict_of_the_core(tmp_path, record_property):
-    """The gate tries some. ``FASTCKPT_TEST_RUNS=all`` tries many, and those that ``scripts/fuzz`` has kept."""
+    """The gate tries some mutations. ``FASTCKPT_TEST_RUNS=all`` tries many, and those that ``scripts/fuzz`` saved."""
     path = tmp_path / "c"
     state = {
         "a": np.arange(10),
@@ -362,7 +362,7 @@ def test_mutated_manifests_have_the_verdict_of_the_core(tmp_path, record_propert
         core, portable = verdict(_core.Reader, path), verdict(reader.Reader, path)
         assert core == portable, changed
         taken += core is not CorruptCheckpointError
-    # Both sides were met.
+    # Some mutations are accepted, and some are refused.
     assert len(tried) // 50 < taken < len(tried)
     record_property("trials", len(tried))
 
@@ -420,7 +420,7 @@ def test_listed_as_by_the_core(tmp_path):
 
 
 def test_keys_that_crowd():
-    """The verdicts are the core's, for what people use and for what was made to collide."""
+    """The verdicts are equal to the core's, for usual keys and for keys that were made to collide."""
     period = (1 << 61) - 1
     families = {
         "numbers": range(5000),

@@ -1,4 +1,4 @@
-"""Another project's distribution is called ``fastckpt``, with a module of the same name: what its users are told."""
+"""Another project's distribution is called ``fastckpt``, with a module of that name: tests of the messages to users."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from harness import wheels
 
 ROOT = Path(__file__).parents[2]
 
-#: What the stranger's distribution has: an empty module, and files that we do not have.
+#: The files of the other distribution: an empty module, and files that this package lacks.
 STRANGER = {"fastckpt/__init__.py": b"", "fastckpt/monkey_patch.py": b"x = 1\n"}
 SAVE = "import fastckpt, sys; fastckpt.save({'a': 1}, sys.argv[1]); print(fastckpt.load(sys.argv[1]))"
 
-#: A user who turns warnings into errors gets a readable one, and no half of a module.
+#: With warnings as errors, the import raises a readable error and leaves no half-imported module.
 STRICT = f"""
 import warnings
 for turn in range(2):
@@ -43,7 +43,7 @@ warnings.simplefilter("ignore")
 
 @pytest.fixture(scope="module")
 def at_hand(tmp_path_factory):
-    """A directory with a wheel of ours and one of theirs."""
+    """A directory with a wheel of this package and a wheel of the other project."""
     directory = tmp_path_factory.mktemp("wheels")
     wheels.of_the_installed_package(directory)
     wheels.write(directory, "fastckpt", "0.0.4", STRANGER)
@@ -62,7 +62,7 @@ def environment(tmp_path, at_hand):
 
 
 def remedy(text):
-    """The two commands that a message ends in, as arguments of pip."""
+    """Return the two commands at the end of a message, as arguments of pip."""
     found = re.search(r"(pip uninstall fastckpt) && (pip install [^&\n\"]*fastckpt-io)", text)
     assert found, text
     return [command.split()[1:] for command in found.groups()]
@@ -77,7 +77,7 @@ def all_is_well(environment):
 
 
 def monitor(environment, *options):
-    """What the monitor says where it finds no process."""
+    """Return what the monitor prints if it finds no process."""
     return environment.run("python", "-m", "fastckpt_top", *options, status=3, FASTCKPT_TOP_DIR=environment.segments)[1]
 
 
@@ -88,7 +88,7 @@ def test_theirs_then_ours_warns_at_import_and_the_remedy_heals(environment):
     environment.pip("install", "fastckpt")
     err = environment.run("python", "-c", "import fastckpt; fastckpt.save", status=1)[1]
     assert err.endswith("AttributeError: module 'fastckpt' has no attribute 'save'\n")
-    # Here the monitor alone can tell, and the dependencies are wanted.
+    # Here only the monitor can report the problem, and fastckpt-io must be installed with its dependencies.
     assert remedy(monitor(environment, "--once"))[1] == ["install", "fastckpt-io"]
 
     said = environment.pip("install", "fastckpt-io")
@@ -118,14 +118,14 @@ def test_ours_then_theirs_is_told_by_whatever_of_ours_still_runs(environment):
 
     environment.pip("install", "fastckpt")
     assert not (environment.site / "fastckpt" / "__init__.py").stat().st_size, "theirs"
-    # Nothing of ours runs here: docs/install.md describes it.
+    # No code of this package runs here, so docs/install.md describes this error.
     err = environment.run("python", "-c", "import fastckpt; fastckpt.save", status=1)[1]
     assert err.endswith("AttributeError: module 'fastckpt' has no attribute 'save'\n")
     assert "`module 'fastckpt' has no attribute 'save'`" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    # Modules of ours below it.
+    # Submodules of this package warn.
     err = environment.run("python", "-c", "import fastckpt.distributed, fastckpt.exceptions")[1]
     assert err.count("RuntimeWarning: fastckpt 0.0.4 and fastckpt-io are both installed") == 1
-    # The command, by both names, and for machines.
+    # The command reports the problem under both names, and as JSON.
     out, err = environment.run("fastckpt", "ls", environment.checkpoint, status=2)
     assert not out
     assert err.startswith("fastckpt: cannot import fastckpt: fastckpt 0.0.4, another project's, has overwritten ")
@@ -138,7 +138,7 @@ def test_ours_then_theirs_is_told_by_whatever_of_ours_still_runs(environment):
 
     uninstall, install = remedy(err)
     environment.pip(*uninstall, "--yes")
-    # What is left after they went.
+    # Files are missing after the other distribution is uninstalled.
     assert not (environment.site / "fastckpt" / "__init__.py").exists()
     err = environment.run("fastckpt", "ls", environment.checkpoint, status=2)[1]
     assert "another distribution has overwritten or removed" in err
@@ -163,7 +163,7 @@ def test_ours_then_theirs_is_told_by_whatever_of_ours_still_runs(environment):
         ("fastckpt_top-0.1.0.dist-info", None),
         ("fastckpts-0.1.0.dist-info", None),
         ("my.fastckpt-0.1.0.dist-info", None),
-        ("~astckpt-0.0.4.dist-info", None),  # what pip leaves where it was killed
+        ("~astckpt-0.0.4.dist-info", None),  # what a killed pip leaves
         ("fastckpt", None),
     ],
 )
@@ -177,9 +177,9 @@ def test_names_of_distributions(tmp_path, name, told):
     [
         ("fastckpt/__init__.py,sha256=x,0\n", True),
         ("../../../bin/x,,\nfastckpt/a.py,,\nfastckpt-0.0.4.dist-info/RECORD,,\n", True),
-        # A later version that took its files elsewhere, or one that is installed editable, overwrites nothing.
+        # A later version with files elsewhere, or an editable install, overwrites nothing.
         ("fastckpt_v2/__init__.py,,\nfastckpt-0.0.4.dist-info/RECORD,,\n", False),
-        # Somebody packed this package under that name.
+        # This package was packed under the other name.
         ("fastckpt/__init__.py,,\nfastckpt/_namesake.py,sha256=x,0\n", False),
         (None, True),
     ],

@@ -1,4 +1,4 @@
-"""Nothing of fastckpt, and nothing of the monitor, asks for the network."""
+"""Neither fastckpt nor the monitor uses the network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ set -eu
 "$PYTHON" -m fastckpt doctor || test $? = 1
 "$PYTHON" -m fastckpt plan --params 7B --gpus 8
 "$PYTHON" -m fastckpt_top --once
-# What this test would see.
+# The control: sockets that this test must see.
 "$PYTHON" -c "import socket; socket.socket(socket.AF_INET).close(); socket.socket(socket.AF_INET6).close()"
 """
 

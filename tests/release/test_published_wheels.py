@@ -1,4 +1,4 @@
-"""What is published: the wheels of target/wheels pass the checks of scripts/release, and wrong ones do not."""
+"""The published files: the wheels of target/wheels pass the checks of scripts/release, and wrong wheels do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def module(core):
 
 @pytest.fixture
 def changed(core, tmp_path):
-    """The wheel with other files; None takes one away. RECORD fits unless it is changed itself."""
+    """Return the problems of a changed wheel; None removes a file. RECORD fits unless the changes include it."""
 
     def make(changes, name=CORE):
         with zipfile.ZipFile(core) as archive:
@@ -80,7 +80,7 @@ def test_the_wheels_are_right(name):
 
 
 def test_a_wheel_that_was_packed_again_is_right(changed):
-    """So that what the next tests find comes from what they change."""
+    """This shows that the problems in the next tests come from their changes."""
     assert changed({}) == []
 
 
@@ -165,7 +165,7 @@ def poked(module, offset, value):
 
 
 def header(module, kind):
-    """Where the program header of a kind begins."""
+    """Return the offset of the program header of a kind."""
     file = ELFFile(io.BytesIO(module))
     index = next(i for i, one in enumerate(file.iter_segments()) if one["p_type"] == kind)
     return file["e_phoff"] + index * file["e_phentsize"]
@@ -189,7 +189,7 @@ def test_what_weakens_the_module_is_found(module):
 
 @pytest.mark.parametrize("left", [b".symtab", b".debug_info"])
 def test_a_module_that_is_not_stripped_is_found(module, left):
-    """A section of another name, as long or longer, gets the name of one that a debugger reads."""
+    """A section with another name, as long or longer, gets the name of a section that debuggers read."""
     names = ELFFile(io.BytesIO(module)).get_section(ELFFile(io.BytesIO(module))["e_shstrndx"])
     at = names["sh_offset"] + names.data().index(b".eh_frame_hdr\0")
     renamed = poked(module, at, left + b"\0")
@@ -274,7 +274,7 @@ def test_different_versions_are_found(tmp_path, file, old, new, tag, line):
 
 
 def addresses(root, host, monitors=None):
-    """Two projects with addresses at a host."""
+    """Write two projects with addresses at a host."""
     (root / "tui").mkdir()
     for name, at in (("pyproject.toml", host), ("tui/pyproject.toml", monitors or host)):
         table = "".join(f'{each} = "https://{at}/{each.lower()}"\n' for each in urls.NAMES)
@@ -299,7 +299,7 @@ def test_a_release_with_placeholders_is_refused(tmp_path):
 
 @pytest.fixture
 def release(monkeypatch):
-    """scripts/release as a module."""
+    """Return scripts/release as a module."""
     loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts" / "release"))
     release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # beside a file without a suffix
@@ -314,7 +314,7 @@ def test_a_commit_while_a_release_is_built_changes_nothing(release, monkeypatch)
 
 
 def test_a_release_that_is_not_built_ends_with_what_failed(release, tmp_path, monkeypatch, capsys):
-    """A command that fails is a line of its check. What would look at the packages is left out."""
+    """A command that fails becomes a line of its check. Checks of the packages are left out."""
 
     def run(*command, **_):
         raise subprocess.CalledProcessError(7, command, "", "no compiler")
@@ -333,7 +333,7 @@ def test_a_release_that_is_not_built_ends_with_what_failed(release, tmp_path, mo
 
 
 def test_the_release_script_fails_with_placeholders(release, tmp_path, monkeypatch, capsys):
-    """It asks for the tag that it was given, and its exit status follows the report."""
+    """The script checks with the given tag, and its exit status follows the report."""
     root, check = addresses(tmp_path, "unset.invalid"), urls.problems
     monkeypatch.setattr(urls, "problems", lambda tag: check(root, tag))
     monkeypatch.setattr(versions, "different", lambda **_: [])

@@ -1,6 +1,6 @@
-"""README's and the documents' commands are such as the repository has: distributions, extras, scripts, subcommands.
+"""The commands in README and documents name existing distributions, extras, scripts and subcommands.
 
-What stands in their blocks, tests/docs/test_blocks.py parses.
+tests/docs/test_blocks.py parses the commands in blocks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from harness import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "tui" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-#: What pip installs that is not ours, in these pages.
+#: Other packages that pip installs in these pages.
 OF_OTHERS = {"anycrc", "."}
 
 
 def projects():
-    """By name: the extras of our distributions."""
+    """Return the extras of this repository's distributions, by name."""
     found = {}
     for page in (ROOT / "pyproject.toml", ROOT / "tui" / "pyproject.toml"):
         text = page.read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def projects():
 
 
 def wrong_installs(text):
-    """The first word of each install command that names neither a distribution of ours nor a known one."""
+    """Return the first word of each install command that names neither a distribution of fastckpt nor a known one."""
     found = []
     for words in re.findall(r"pip install ((?:[-\w.\[\]\",>=$ ]|\n +(?=fastckpt))+)", text):
         given = iter(shlex.split(words.replace("\n", " "), comments=True))

@@ -1,4 +1,4 @@
-"""The commands of docs/install.md, as they stand there, in an empty directory: install, save, watch, load."""
+"""The commands of docs/install.md, unchanged, in an empty directory: install, save, watch, load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shell(command, where, environment, status=0):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """The directory of wheels that the page collects: ours, and what they need, for this Python."""
+    """The directory of wheels that the page collects: fastckpt's and those of its requirements, for this Python."""
     built = sorted((ROOT / "target" / "wheels").glob("*.whl"))
     if not {"fastckpt_io", "fastckpt_top"} <= {wheel.name.split("-")[0] for wheel in built}:
         needs.missing("needs the wheels in target/wheels (GROUP=dev scripts/setup)")
@@ -56,7 +56,7 @@ def wheels(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # pip and its index set the pace: the time of the fixture counts, too
+@pytest.mark.timeout(1200)  # pip and its index are slow, and the time of the fixture counts, too
 def test_six_commands_from_an_empty_directory(tmp_path, wheels):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -82,7 +82,7 @@ def test_six_commands_from_an_empty_directory(tmp_path, wheels):
     assert not err
     assert out.startswith("verified 80.00 MB")
     assert out.endswith("no damage\n")
-    # That the last command looks at anything at all.
+    # The damage shows that the last command really verifies.
     shard = next((empty / "step-1").glob("*.safetensors"))
     with shard.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -92,7 +92,7 @@ def test_six_commands_from_an_empty_directory(tmp_path, wheels):
 
 
 def test_an_index_shows_projects_by_their_names_and_their_files(tmp_path):
-    """scripts/release installs from it. pip reads a page of links for each project."""
+    """scripts/release installs from this index. pip reads a page of links for each project."""
     for directory, name in (
         ("ours", "fastckpt_io-1-any.whl"),
         ("ours", "fastckpt_io-1.tar.gz"),
@@ -113,7 +113,7 @@ def test_an_index_shows_projects_by_their_names_and_their_files(tmp_path):
 
 
 def test_first_steps_that_go_wrong_are_said(tmp_path, monkeypatch):
-    """The line that failed, with what it said, and none after it; or what a line should have said."""
+    """The result is the line that failed and its output, and no later line; or the output that a line should have."""
     environment = rehearsal.fresh(tmp_path)
     monkeypatch.setattr(rehearsal, "six_commands", lambda: ["pwd", "false --no-index --find-links wheels x", "pwd"])
     found = list(rehearsal.first_steps(tmp_path, "http://127.0.0.1:9/", environment))

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the tools: the child that examines a file of torch is forked, not started."""
+"""Fixtures for tests of the tools: the child that examines a file of torch is forked, not started anew."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from harness import cli, jobs, looks, points, zygote
 
 @pytest.fixture(scope="session")
 def looker():
-    """A process with the imports of the child: torch alone takes seconds."""
+    """A process that has imported what the child needs: torch alone takes seconds."""
     with zygote.running(env={"FASTCKPT_TEST_IMPORT": jobs.LOOKING, "PYTHONWARNINGS": ""}) as made:
         yield made
 
 
 @pytest.fixture
 def quick_look(looker):
-    """``import`` examines a file in a forked child: the same function, in a separate process, under its limits.
+    """Have ``import`` examine files in a forked child: the same function in a separate process, under the same limits.
 
-    How the child is started is for the tests that do without this.
+    Tests without this fixture cover how the child is started.
     """
 
     def run(command: list[str], *, pass_fds: list[int], **_: Any) -> subprocess.CompletedProcess[bytes]:
         path = command[3]
-        # A descriptor of this process, opened anew: the file is the same.
+        # The child opens a descriptor of this process again, which leads to the same file.
         answer = f"/proc/{os.getpid()}/fd/{pass_fds[0]}"
         child = looker.start("look_first", path=path, answer=answer, **looks.least())
         try:
@@ -37,7 +37,7 @@ def quick_look(looker):
         except zygote.DiedError:
             status = os.waitstatus_to_exitcode(child.wait())
             if status == jobs.OUT_OF_MEMORY:
-                # Python has this text preallocated.
+                # Python preallocates this text.
                 return subprocess.CompletedProcess(command, 1, b"", b"MemoryError\n")
             return subprocess.CompletedProcess(command, status, b"", b"")
         raised = f"{outcome.kind}: {outcome.text}".encode()
@@ -50,7 +50,7 @@ def quick_look(looker):
 
 @pytest.fixture
 def import_(quick_look, capsys):
-    """The command, in this process; its child, under its limits, is forked."""
+    """Run the command in this process; its child is forked, under its limits."""
     return lambda *arguments: _done(capsys, "import", *arguments)
 
 
@@ -74,7 +74,7 @@ def where(tmp_path):
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Saves two states and returns the output of the command, as JSON and on the screen."""
+    """A function that saves two states and returns the output of ``fastckpt diff``, as JSON and on the screen."""
 
     def run(before, after):
         for name, state in (("a", before), ("b", after)):

@@ -48,7 +48,7 @@ def run(where, *arguments, prefix=(), **more):
 
 
 def descendants(pid):
-    """Processes whose ancestor is ``pid``."""
+    """Return the processes whose ancestor is ``pid``."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,7 +63,7 @@ def descendants(pid):
 
 
 def ranks_of(pid):
-    """The ranks among them: multiprocessing has a helper as well."""
+    """The descendants that are ranks: multiprocessing also starts a helper."""
     found = []
     for child in descendants(pid):
         try:
@@ -75,7 +75,7 @@ def ranks_of(pid):
     return found
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- the output --------------------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_as_json(where):
@@ -136,7 +136,7 @@ def test_a_workload_is_shrunk(where):
 
 
 def test_check_asks_for_the_target(where):
-    """With ten thousand GPUs the share is tiny; a tenth of a rank needs almost nothing."""
+    """With ten thousand GPUs, the two ranks cannot reach the target."""
     slow = run(where, *SMALL, "--gpus", "10000", "--check")
     assert slow.returncode == 1
     assert "target light for 10000 GPUs not met" in slow.stdout
@@ -178,13 +178,13 @@ def test_on_a_file_system_in_memory(tmp_path):
         assert "no load is cold" in done.stdout
 
 
-#: User 65534 with one capability, to read any file: the interpreter may lie where that user cannot.
+#: User 65534 with one capability, to read any file: the interpreter may be in a directory closed to that user.
 CAPABILITY = "--inh-caps -all,+dac_read_search --ambient-caps +dac_read_search"
 USER = f"setpriv --reuid 65534 --regid 65534 --clear-groups {CAPABILITY}"
 
 
 def test_an_ordinary_user():
-    """Without permission to drop the machine's caches, it drops file by file, and reports it."""
+    """Without permission to drop the machine's caches, the command drops file by file, and reports that."""
     needs.root()
     needs.tool("setpriv", "util-linux")
     with mounts.public_directory() as directory:
@@ -206,7 +206,7 @@ def test_an_ordinary_user():
 
 
 def test_torch_is_imported_nowhere(where, tmp_path):
-    """A broken torch is first on the path, even for the ranks."""
+    """A broken torch is first on the path, even for the ranks: an import would fail."""
     (tmp_path / "path" / "torch").mkdir(parents=True)
     (tmp_path / "path" / "torch" / "__init__.py").write_text("raise SystemError('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")])
@@ -218,7 +218,7 @@ def test_importing_fastckpt_does_not_bring_it():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# -- seen by the monitor -----------------------------------------------------------------------------------------------
+# -- the monitor -------------------------------------------------------------------------------------------------------
 
 
 def test_every_rank_shows_in_the_monitor_while_it_runs(where):
@@ -303,7 +303,7 @@ def test_a_small_file_system_is_refused_before_anything_is_written(tmp_path, cap
 
 
 def begun(where, *arguments):
-    """A run in the middle of its saves, its process group its own."""
+    """A run in the middle of its saves, in a process group of its own."""
     bench = subprocess.Popen(
         command(where, *arguments),
         env=environment(where),
@@ -325,7 +325,7 @@ LONG = ("--ranks", "2", "--size", "40MB", "--rounds", "1000")
 
 
 def gone(pids):
-    """Wait until none of the processes is there; those that are."""
+    """Wait until all processes have ended; return those that have not."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -338,7 +338,7 @@ def gone(pids):
 @pytest.mark.parametrize("whole", [False, True], ids=["process", "group"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(where, number, whole):
-    """Ctrl-C and a closed terminal reach the ranks, too; a scheduler's SIGTERM either one process or all."""
+    """Ctrl-C and a closed terminal also reach the ranks; a scheduler's SIGTERM reaches one process or all."""
     bench = begun(where, *LONG)
     try:
         children = descendants(bench.pid)
@@ -349,7 +349,7 @@ def test_interrupted_it_leaves_nothing(where, number, whole):
         bench.kill()
     assert out == ""
     assert "Traceback" not in err
-    # The ranks of a group may die first: then their death ended the run.
+    # If the signal goes to the group, the ranks may die first, and then their death ends the run.
     allowed = {130 if number == signal.SIGINT else -number} | ({2} if whole and number != signal.SIGINT else set())
     assert bench.returncode in allowed, err
     assert os.listdir(where) == []
@@ -366,7 +366,7 @@ def test_a_dead_rank_ends_the_run(where):
     finally:
         bench.kill()
     assert (bench.returncode, out) == (2, "")
-    # A rank that is killed between two rounds was waiting for the next one.
+    # A rank that is killed between two rounds is waiting for the next round.
     while_what = r"while (waiting|[\w ]+ in round \d+)"
     assert re.search(rf"bench \S+: rank \d \(process {victim}\) was ended by SIGKILL {while_what}", err), err
     assert "short of memory" in err
@@ -375,14 +375,14 @@ def test_a_dead_rank_ends_the_run(where):
 
 
 def test_a_rank_that_fails_ends_the_run(tmp_path):
-    """Another program's file fills the disk meanwhile."""
+    """The file of another program fills the disk during the run."""
     needs.root()
     with mounts.mount("tmpfs", size=400 << 20) as point:
         (point / "there").mkdir()
         bench = begun_in(point / "there", *LONG)
         try:
-            # Repeatedly: space that the ranks free after a round must not serve their next one. Between two of their
-            # writes they wait for all disks of the machine, which may take minutes.
+            # The file grows repeatedly, because space that the ranks free after a round must not serve the next round.
+            # Between two writes, the ranks wait for all disks of the machine, which may take minutes.
             with (point / "other").open("wb", buffering=0) as other:
                 while bench.poll() is None:
                     try:
@@ -406,8 +406,8 @@ def begun_in(where, *arguments):
 
 
 def test_the_raw_figure_is_fios(tmp_path):
-    """Within 10 % in rounds of a gigabyte on a machine that has nothing else to do (benchmarks/raw.py); here, small and
-    among other tests, only that both measure at all, and speak of the same device."""
+    """On an idle machine, both figures agree within 10 % in rounds of a gigabyte (benchmarks/raw.py). Here, in small
+    rounds beside other tests, both only have to measure the same device."""
     needs.tool("fio", "fio")
     script = Path(__file__).parents[2] / "benchmarks" / "raw.py"
     done = subprocess.run(
@@ -422,7 +422,7 @@ def test_the_raw_figure_is_fios(tmp_path):
     assert re.search(r"^write: ours [\d.]+ GB/s, fio [\d.]+ GB/s, ratio", done.stdout, re.MULTILINE)
 
 
-# -- a simulation of what was measured ---------------------------------------------------------------------------------
+# -- simulations from measurements -------------------------------------------------------------------------------------
 
 
 def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):

@@ -18,7 +18,7 @@ from harness import cli, manifest
 
 @pytest.fixture
 def left(tmp_path):
-    """A checkpoint, the workspace of this process, and one with an unknown writer."""
+    """A checkpoint, and workspaces of this process, of an ended process and of an unknown writer."""
     fastckpt.save({"a": np.zeros(3)}, tmp_path / "step-2")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
     space = Path("/proc/self/ns/pid").stat().st_ino

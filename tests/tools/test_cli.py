@@ -1,4 +1,4 @@
-"""The command line, run like a user runs it."""
+"""The command line, run as a user runs it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """As :func:`run`, in this process: faster."""
+    """Do what :func:`run` does, but in this process, which is faster."""
     status = cli.main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
@@ -477,7 +477,7 @@ def test_messages_name_options(
 def test_an_empty_path_is_not_the_current_directory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, command: str
 ) -> None:
-    """``rm "$UNSET"``."""
+    """An unset shell variable gives an empty path, as in ``rm "$UNSET"``."""
     monkeypatch.chdir(checkpoint)
     status, out, err = call(capsys, command, "")
     assert (status, out) == (2, "")
@@ -581,7 +581,7 @@ class Plain:
 
 
 class Bomb:
-    """Its pickle creates a file when it is executed."""
+    """An object whose pickle creates a file when it is executed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -825,7 +825,7 @@ def test_export_to_torch(
     assert all(equal(loaded["model"][name], tensor) for name, tensor in model.items())
     assert loaded["tied"].data_ptr() == loaded["model"]["layer.0.bias"].data_ptr()
     assert loaded["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}}
-    # The contents of an object of an unknown class.
+    # An object of an unknown class becomes its contents.
     assert (loaded["rates"], loaded["step"]) == ({"first": 0.5}, 7)
     assert call(capsys, "export", trained, target, *form)[0] == 2
     assert call(capsys, "export", trained, target, *form, "--overwrite", "--keys", "step")[0] == 0
@@ -1012,7 +1012,7 @@ def test_options_have_their_whole_names(tmp_path, capsys, arguments):
     assert "arguments" in capsys.readouterr().err
 
 
-# A directory of checkpoints.
+# The path is a directory of checkpoints.
 
 
 @pytest.fixture
@@ -1034,7 +1034,7 @@ def test_ls_of_a_directory_lists_its_checkpoints(capsys: pytest.CaptureFixture[s
     assert out.splitlines()[0].split() == ["name", "created", "size"]
     assert "cannot be found" in out.splitlines()[1]
     assert out.splitlines()[-1].startswith("2 checkpoints, ")
-    # A pattern applies to tensors.
+    # A pattern applies only to the tensors of one checkpoint.
     assert call(capsys, "ls", steps, "step-*")[0] == 2
 
 

@@ -75,7 +75,7 @@ def test_all_of_a_state_is_imported(tmp_path, capsys):
 
 
 def test_values_may_lie_in_files_that_are_larger_than_what_a_look_may_take(tmp_path, import_, monkeypatch):
-    """A mapping counts as memory, though none of it is read."""
+    """A mapping counts as memory, even if none of its pages is read."""
     limits.lower(monkeypatch, "bytes of a look", 32 << 20)
     dcp.save({"weight": torch.zeros(24 << 20), "step": 5}, checkpoint_id=tmp_path / "torchs")
     done = import_(tmp_path / "torchs", tmp_path / "c")
@@ -95,7 +95,7 @@ def save_in_pieces(path):
 
 
 def _cuts(size):
-    """The cuts of a dimension by torch: all parts but the last have one size."""
+    """The cuts of a dimension by torch: all parts except the last have the same size."""
     step = -(-size // dist.get_world_size())
     return [min(size, step * rank) for rank in range(1, dist.get_world_size())]
 

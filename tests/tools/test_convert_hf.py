@@ -23,7 +23,7 @@ def export(capsys, *arguments):
 
 
 def read(directory):
-    """The tensors found by any reader of the format: through the index, if there is one."""
+    """Return the tensors that any reader of the format finds, through the index if there is one."""
     index = directory / "model.safetensors.index.json"
     files = (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
@@ -66,7 +66,7 @@ def test_transformers_opens_what_was_compiled_and_wrapped(tmp_path, capsys):
     assert not (target / "notes.log").exists()
     again = transformers.LlamaForCausalLM.from_pretrained(target).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
-    # It is also a checkpoint.
+    # The exported directory is also a checkpoint.
     assert fastckpt.verify(target).ok
     assert fastckpt.open(target).metadata == {"step": 5}
     assert set(fastckpt.load(target)) == set(read(target)) == set(wanted) - {"lm_head.weight"}
@@ -86,10 +86,10 @@ def test_what_is_chosen_and_how_it_is_called(tmp_path, capsys):
             (("--strip-prefix", "0."), {"weight", "bias", "embed"}),
             (("--keys", "ema.*"), {"ema.head", "ema.b", "ema.0"}),
             (("--keys", "ema.*", "--strip-prefix", "ema."), {"head", "b", "0"}),
-            # A name chooses everything below it, like for one file.
+            # A name chooses everything below it, as in an export to one file.
             (("--keys", "ema"), {"ema.head", "ema.b", "ema.0"}),
             (("--keys", "model.0.*", "--keys", "*.b"), {"0.weight", "0.bias", "ema.b"}),
-            # A tied tensor is written once: its readers tie it.
+            # A tied tensor is written once, and its readers tie it again.
             (("--keys", "*"), {"0.weight", "0.bias", "embed", "ema.b", "ema.0"}),
         )
     ):
@@ -188,7 +188,7 @@ def test_only_what_belongs_to_a_model_goes_along(tmp_path, capsys):
         "model.safetensors",
         "model.safetensors.index.json",
     ]
-    # Named links are followed: files of a hub's cache are links.
+    # Links that are named explicitly are followed: files of a hub's cache are links.
     named = ("--files", source / "LICENSE.txt", "--files", source / "notes.txt")
     status, document = export(capsys, source, tmp_path / "named", *named)
     assert (status, document["files"]) == (0, ["LICENSE.txt", "config.json", "notes.txt"])
@@ -210,7 +210,7 @@ def test_damage_is_found_on_the_way(tmp_path, capsys):
 
 
 def test_the_state_need_not_fit_into_memory(tmp_path):
-    """One large tensor, and many small ones."""
+    """The state has one large tensor and many small ones."""
     size = 600 << 20
     fastckpt.save({"large": np.zeros(size, np.uint8), "small": [np.ones(1000) for _ in range(2000)]}, tmp_path / "c")
     program = (
@@ -225,7 +225,7 @@ def test_the_state_need_not_fit_into_memory(tmp_path):
         "assert 'torch' not in sys.modules\n"
         "print('grown', 1024 * (peak() - before))\n"
     )
-    # Imports of a conversion are done before the measurement.
+    # This export imports all modules before the measurement.
     fastckpt.save({"w": np.zeros(1)}, tmp_path / "small")
     command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in ("c", "hf", "small", "small-hf"))]
     environment = zygote.environment()

@@ -1,6 +1,6 @@
 """Parts of ``fastckpt import`` and ``export``: malicious pickles, the child that examines them, a file's header.
 
-What a pickle names is recorded, and nothing else happens, in a child that must not die.
+A child records the names in a pickle and does nothing else with them; it must not die.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SLOT = b"N}(U\x08__name__U\x01xU\x01aK\x01u\x86b"
 
 
 class Storages:
-    """The storages of a file, each of 64 bytes."""
+    """The storages of a file, of 64 bytes each."""
 
     def storage(self, _):
         return np.zeros(64, np.uint8)
@@ -89,7 +89,7 @@ PIECES = [
 
 
 def valid():
-    """Pickles in torch's form."""
+    """Return pickles in torch's format."""
     values = [
         *(np.arange(3, dtype=">i2"), np.float32(3), np.array(["2020-01-01"], "M8[D]"), np.array([1, None], object)),
         *(dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc), dt.timedelta(1, 2, 3), collections.deque([1, 2], 5)),
@@ -130,7 +130,7 @@ def marks():
 
 
 def watch():
-    """A list of everything that runs, is imported, opened or looked up by a pickle's names."""
+    """A list of everything that a pickle's names run, import, open or look up."""
     seen = []
     kinds = ("compile", "ctypes", "exec", "import", "marshal", "open", "os", "pickle", "shutil", "socket", "subprocess")
 
@@ -153,8 +153,8 @@ def main(seed, count):
     for code in seeds:
         read(code)
     read(tables[0], table=True)
-    codecs.lookup("raw-unicode-escape")  # which an opcode needs, whatever it says
-    # The limit of the process that reads them for a conversion.
+    codecs.lookup("raw-unicode-escape")  # an opcode needs this lookup, whatever its argument
+    # The same limit as in the process that reads pickles for a conversion.
     resource.setrlimit(resource.RLIMIT_DATA, (_pickled._data(0), resource.getrlimit(resource.RLIMIT_DATA)[1]))
     before, modules, seen = marks(), set(sys.modules), watch()
     ends = collections.Counter()
@@ -325,9 +325,9 @@ PATIENCE = 300
 
 
 class Measured(NamedTuple):
-    """The end of a conversion, and its memory in bytes beyond its modules: its own, and its child's.
+    """The end of a conversion, and the bytes of memory that it and its child took beyond their modules.
 
-    ``held`` is what no file backs, where a file that was written is synced: the kernel cannot take that back.
+    ``held`` is the memory without a file behind it when the written file is synced: the kernel cannot reclaim it.
     """
 
     status: int
@@ -340,8 +340,8 @@ class Measured(NamedTuple):
 def measured(command, *arguments, memory=512 << 20):
     """Convert in a separate process, which measures itself; ``memory`` is the limit of its child for any file.
 
-    VmHWM and not ru_maxrss, because the latter begins with the peak of the process that starts it. Of the child's, that
-    is the converter before it has read anything.
+    The process reads VmHWM, because ru_maxrss begins with the peak of the parent. For the child, ru_maxrss will do: its
+    parent is the converter, which has not read anything yet.
     """
     program = (
         "import json, os, resource, sys\n"
@@ -370,7 +370,7 @@ def measured(command, *arguments, memory=512 << 20):
 
 
 def test_ties_are_not_copied(tmp_path):
-    """A hundred names of one tensor: each is in the file, and only the first in memory."""
+    """A tensor has a hundred names: the file has each, but memory has the tensor only once."""
     shared = torch.arange(1 << 18, dtype=torch.float32)
     state = {f"t{number}": shared for number in range(100)}
     state["half"] = torch.arange(7, dtype=torch.bfloat16)
@@ -389,7 +389,7 @@ def test_ties_are_not_copied(tmp_path):
 
 @pytest.mark.parametrize("form", ["torch", "safetensors", "dcp"])
 def test_an_export_does_not_hold_the_state(tmp_path, form):
-    """Its tensors are pages of the checkpoint's files, until the last of them is written."""
+    """The tensors of an export are pages of the checkpoint's files until the last tensor is written."""
     fastckpt.save({"w": torch.ones(32 << 20), "turned": torch.ones(1 << 10, 1 << 10).T}, tmp_path / "c")
     done = measured("export", tmp_path / "c", tmp_path / "out", "--format", form)
     assert done.status == 0, done.stderr
@@ -408,7 +408,7 @@ def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch,
 
 
 def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
-    """Names of many bytes for each character; the refusal comes before there is a file."""
+    """Names have many bytes per character; the refusal comes before the file is created."""
     state = {"é" * 400: torch.ones(1), "x": torch.ones(1)}
     fastckpt.save(state, tmp_path / "c")
     command = ["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
@@ -424,7 +424,7 @@ def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
-    """A header of 100,000,000 bytes is written; with 8 more, neither we nor the library accept it."""
+    """A header of 100,000,000 bytes is written; with 8 more bytes, neither fastckpt nor the library accepts it."""
     tensor = torch.ones(1)
     dtypes = {torch.float32: ("F32", 1)}
     path = tmp_path / "m.safetensors"
@@ -451,7 +451,7 @@ def pickled(path, code):
 
 
 def nested_tuples(levels):
-    """A tuple of twice a tuple of twice ...: 2^levels values of 8 bytes each level."""
+    """Nested tuples that hold the same tuple twice: each level doubles the number of values of 8 bytes."""
     code = b"\x80\x02K\x01"
     for level in range(levels):
         code += b"q" + bytes([level]) + b"h" + bytes([level]) + b"\x86"
@@ -487,7 +487,7 @@ def test_a_pickle_that_asks_for_much_is_refused(tmp_path, import_):
 
 @pytest.mark.parametrize(("objects", "memory", "status"), [(1 << 18, 512 << 20, 0), (1 << 19, 64 << 20, 2)])
 def test_many_small_objects_are_refused_or_imported_in_proportion(tmp_path, objects, memory, status):
-    """Megabytes of empty dictionaries: excessive memory ends the child, and not this process."""
+    """With megabytes of empty dictionaries, excessive memory ends the child, but not this process."""
     pickled(tmp_path / "many.pt", b"\x80\x02](" + b"}" * objects + b"e.")
     done = measured("import", tmp_path / "many.pt", tmp_path / "out", memory=memory)
     share = memory + 16 * (tmp_path / "many.pt").stat().st_size
@@ -558,7 +558,7 @@ def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, capsys):
 
 
 def test_the_answer_may_be_longer_than_a_pipe_holds(tmp_path, monkeypatch):
-    """It quotes names from a pickle, whose lengths have no bound."""
+    """The answer quotes names from a pickle, whose lengths have no bound."""
     (tmp_path / "m.pt").touch()
     program = "import json, sys; json.dump({'kind': 'Kind', 'reason': 'n' * (1 << 20)}, open(int(sys.argv[2]), 'w'))"
     monkeypatch.setattr(_pickled, "_PROGRAM", program)

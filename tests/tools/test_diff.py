@@ -138,7 +138,7 @@ def test_equal_values_that_are_made_of_others(compared):
             "s": Schedule("n", math.nan, [1]),
         }
 
-    # Tensors before them, so that theirs have other numbers and places in the second.
+    # Tensors come before the others, so that the others have different numbers and places in the second checkpoint.
     document, _ = compared(state(), {"more": torch.ones(7), **state()})
     assert document["values"] == []
     assert document["changed"] == []

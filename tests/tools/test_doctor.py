@@ -43,7 +43,7 @@ def of(result, code):
 
 
 def test_where_nothing_stands_in_the_way_all_is_well(children, tmp_path):
-    """The control: the findings below do not occur here."""
+    """This is the control: here, the findings of the tests below do not occur."""
     result = diagnosed(children, tmp_path, probe=True)
     assert result["ring"] == 0
     assert codes(result) == []
@@ -57,7 +57,7 @@ def test_where_nothing_stands_in_the_way_all_is_well(children, tmp_path):
 @pytest.mark.parametrize("probe", [False, True], ids=["asked", "measured"])
 @pytest.mark.parametrize("refusal", ["EPERM", "EPERM:all", "ENOSYS", "ENOSYS:all"])
 def test_a_seccomp_filter_is_named(children, tmp_path, refusal, probe):
-    """A filter on all three calls, like in containers, and on one, which needs other evidence."""
+    """A filter blocks all three calls, as in containers, or one call, which needs other evidence."""
     result = diagnosed(children, tmp_path, blocked=refusal, probe=probe)
     name = refusal.partition(":")[0]
     assert result["ring"] == getattr(errno, name), "the refusal is not real"
@@ -105,7 +105,7 @@ def test_little_locked_memory_is_a_note_while_a_ring_can_be_had(children):
 
 @contextlib.contextmanager
 def setting(value, group=None):
-    """The kernel's setting, for the whole machine: for a very short time, and always restored."""
+    """Change the kernel's setting for the whole machine: for a very short time, and always restore it."""
     needs.root()
     if not SETTING.exists():
         needs.missing("needs /proc/sys/kernel/io_uring_disabled (Linux 6.6)")
@@ -139,7 +139,7 @@ def test_the_kernels_setting_is_named(children, value, user):
 @pytest.mark.exclusive
 @pytest.mark.root
 def test_the_kernels_setting_is_not_blamed_for_those_it_lets_pass(children):
-    """The value 1 still allows root and a group: for these the filter refuses."""
+    """The value 1 still allows root and a group: for them, the filter refuses."""
     with mounts.public_directory() as directory, setting(1, group=4242):
         assert codes(diagnosed(children, directory)) == []
         assert codes(diagnosed(children, directory, user=True, groups=[4242])) == []
@@ -303,7 +303,7 @@ def test_exit_status_screen_and_json(tmp_path):
     for topic in ("kernel", "io_uring", "engine", "directory", "direct I/O", "memory", "cores", "plain", "fastckpt"):
         assert any(line.startswith(topic) for line in done.stdout.splitlines()), topic
     assert done.stdout.splitlines()[-1].startswith("all well")
-    # It takes three seconds here, and more on a busy machine: its own work has a bound, and a hang ends with `run`.
+    # The command takes 3 s here, and more on a busy machine. Only its CPU time has a limit; `run` ends a hang.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
     assert os.listdir(tmp_path / "here") == []
     assert not counters.exists(), "a command that is over leaves no counters"
@@ -329,7 +329,7 @@ def test_a_bad_engine_in_the_environment_is_an_error(tmp_path, monkeypatch, caps
     assert "FASTCKPT_IO" in json.loads(capsys.readouterr().out)["error"]
 
 
-# `fastckpt`, once it is told to go on: so that a tracer has the time to attach, where Yama allows only ancestors, too.
+# Runs `fastckpt` after a line of input, so that a tracer has time to attach, even if Yama allows only ancestors.
 HELD = """
 import ctypes, runpy, sys
 ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
@@ -342,7 +342,7 @@ runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize("moment", ["made", "saving"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
-    """A signal right after the directory is made, and in the middle of the saves."""
+    """The signal comes right after the directory is made, or in the middle of the saves."""
     directory = tmp_path / "here"
     directory.mkdir()
     command = [sys.executable, "-c", HELD, "doctor", str(directory)]
@@ -358,8 +358,8 @@ def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
     )
     try:
         assert child.stdout.readline() == b"ready\n"
-        # The first call that comes after the directory is made; and one of a save, which first syncs the name of the
-        # empty directory in which it begins, and then its own files.
+        # The first call after the directory is made, and a call of a save: the save first syncs the name of the empty
+        # directory in which it begins, and then its own files.
         call, when = {"made": ("fallocate", 1), "saving": ("fsync", 2)}[moment]
         with strace.stopping(child.pid, tmp_path / "log", call, when) as stop:
             child.stdin.write(b"\n")

@@ -1,4 +1,4 @@
-"""The judgement of ``fastckpt doctor`` on made-up facts, and the reading of the facts from made-up files."""
+"""``fastckpt doctor`` derives findings from made-up facts, and reads facts from made-up files."""
 
 # ruff: noqa: PTH208, ARG005 - names as the directory has them; a lambda stands in for a function
 
@@ -97,7 +97,7 @@ GOOD = {
 
 
 def made_up(**changes):
-    """Good facts with changes, topic by topic."""
+    """Return good facts with changes, by topic."""
     made = copy.deepcopy(GOOD)
     for topic, change in changes.items():
         made[topic] = {**made[topic], **change} if isinstance(change, dict) and made[topic] else change
@@ -110,7 +110,7 @@ def refused(setup, enter="EBADF", register="EBADF", **more):
 
 FILTER = {"seccomp": 2, "seccomp_filters": 1}
 ROOT = {"uid": 0, "sys_admin": True, "ipc_lock": True}
-OLD = {"disabled": None, "group": None, "configured": None}  # before Linux 6.6 the kernel does not say
+OLD = {"disabled": None, "group": None, "configured": None}  # the kernel reports none before Linux 6.6
 
 
 def test_good_facts_are_good():
@@ -301,7 +301,7 @@ def test_the_one_right_cause(name, code, says, changes):
         assert any(f"io_uring_setup answers {answer}" in line for line in found.findings[0].evidence)
     shown = command.lines(found)
     assert any(f"[io_uring-{code}]" in line for line in shown)
-    # If the place is known, only its remedy is shown.
+    # If the environment is known, such as Docker, only its remedy is shown.
     places = {line.split("(")[1].split(")")[0] for line in shown if line.startswith("  do (")}
     if made["container"] in found.findings[0].remedies:
         assert places == {made["container"]}
@@ -447,7 +447,7 @@ def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
 
 
 def test_made_up_facts_have_the_keys_of_true_ones(tmp_path):
-    """docs/doctor.md promises the keys: a change of them shows here."""
+    """docs/doctor.md promises the keys, so this test fails if they change."""
 
     def keys(value):
         return {key: keys(item) for key, item in value.items()} if isinstance(value, dict) else None
@@ -483,7 +483,7 @@ MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    800 kB\n"
 
 
 def test_limits_of_control_groups_version_2(tmp_path):
-    """The tightest limit on the way up counts."""
+    """The tightest limit among a group and its ancestors counts."""
     root = written(
         tmp_path,
         {
@@ -512,7 +512,7 @@ def test_limits_of_control_groups_version_1(tmp_path):
         {
             "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n",
             "proc/meminfo": MEMINFO,
-            # A container without a namespace: its group is mounted as the root, and its name does not exist.
+            # A container without a namespace mounts its group as the root, and the name of its group does not exist.
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000\n",
@@ -592,7 +592,7 @@ def test_who_this_process_is(tmp_path):
     assert (process["seccomp"], process["seccomp_filters"]) == (2, 3)
     assert process["sys_admin"]
     assert process["ipc_lock"]
-    # A container's own root has capabilities that the kernel does not count here.
+    # The root user of a container has capabilities that the kernel does not count here.
     written(root, {"proc/self/uid_map": "0 100000 65536\n"})
     process = facts._process(root)
     assert not process["sys_admin"]
@@ -690,7 +690,7 @@ def test_no_more_than_a_tenth_of_what_is_free(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["alone", "runtime"])
 def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
-    """Mutants: a list of file systems that may wait beside the core's; the first place is the only one."""
+    """Mutants: a second list of file systems that may wait, beside the core's; only the first place is tried."""
     code = (
         "import json, fastckpt, sys; from fastckpt import _core; from fastckpt._tools.doctor import facts;"
         "found = facts.collect(sys.argv[1], measured=False)['counters']; fastckpt.save({}, sys.argv[1] + '/c');"
@@ -698,7 +698,7 @@ def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
     )
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
     if how == "runtime":
-        # This user's saves cannot use the other place.
+        # This user's saves cannot use the other directory.
         del environment["FASTCKPT_TOP_DIR"]
         environment["XDG_RUNTIME_DIR"] = str(tmp_path)
         code = code.replace(

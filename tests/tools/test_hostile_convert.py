@@ -92,7 +92,7 @@ def fp4():
 
 
 def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, export, fp4):
-    """One element of torch is two values of the format, so the last dimension doubles."""
+    """One element in torch is two values in the format, so the last dimension doubles."""
     shapes = [(128,), (8, 16), (2, 4, 16), (1, 128, 1), (0, 3), (3, 0)]
     state = {str(shape): (fp4 if 0 not in shape else fp4[:0]).reshape(shape) for shape in shapes}
     state["w"] = torch.ones(3)
@@ -114,7 +114,7 @@ def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, export, fp4):
 
 
 def test_fp4_without_dimensions_is_refused(tmp_path, export, fp4):
-    """It is two values of the format, and has no dimension to count them in; the library refuses it, too."""
+    """The tensor has two values in the format, but no dimension for them; the library also refuses it."""
     fastckpt.save({"w": fp4[0]}, tmp_path / "c")
     done = export(tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 2, done

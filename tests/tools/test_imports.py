@@ -17,7 +17,7 @@ COPIES = "hugging_face.py"
 
 
 def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
-    """The imports of a file in ``folder``: ``X`` of the package, ``*`` for the package itself, ``X.`` of module X."""
+    """Yield a file's imports in ``folder``: ``X`` of the package, ``*`` for the package, ``X.`` of module X."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
@@ -48,7 +48,7 @@ def test_the_package_itself_is_imported_by_tools_and_doors_alone(file):
         ("__main__.py",),
     ]:
         calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        # Other packages, by tables of names.
+        # These files import other packages, by tables of names.
         allowed = ("('ml_dtypes')", "import_module(module)") if file.name == "built_in.py" else ("('ml_dtypes')",)
         hidden = [call for call in calls if "import_module(" in call and not any(one in call for one in allowed)]
         assert not hidden, "lint-imports does not see these"
@@ -60,7 +60,7 @@ def test_the_package_itself_is_imported_by_tools_and_doors_alone(file):
 def test_no_module_of_ours_is_looked_up_in_sys_modules(file):
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        # The statement or expression around each `sys.modules`.
+        # These are the statements or expressions around each `sys.modules`.
         parts = [
             child for child in ast.iter_child_nodes(node) if ast.unparse(child) in ("sys.modules", "sys.modules.get")
         ]

@@ -28,7 +28,7 @@ STEPS = [100.0, 200.0, 300.0]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a program of the guide in an empty directory, with a state and a step of training."""
+    """A function that runs a program of the guide in an empty directory, with a state and a step of training."""
     monkeypatch.chdir(tmp_path)
 
     def train_step(state):
@@ -47,7 +47,7 @@ def fail(_):
 
 @pytest.fixture(params=[False, True], ids=["saves end at once", "saves outlast the steps between them"])
 def slow(request, monkeypatch):
-    """In one case no save is done while the steps go on; in the other every save is done at the first question."""
+    """In one case, no save is done while the steps continue; in the other, every save is done at the first query."""
     monkeypatch.setattr(fastckpt.types.PendingSave, "done", lambda save: not request.param and save.finished.wait(60))
 
 
@@ -70,7 +70,7 @@ def test_failures_are_raised(run, slow, monkeypatch, program):
     monkeypatch.setattr(Job, "_write", fail)
     with pytest.raises(OSError, match="No space left"):
         run(program)
-    fastckpt.background.drain(60)  # raises the errors that no call has raised
+    fastckpt.background.drain(60)  # raises errors that no call raised yet
 
 
 class Run:

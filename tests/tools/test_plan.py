@@ -1,4 +1,4 @@
-"""``fastckpt.tools.plan`` and the command that shows it."""
+"""``fastckpt.tools.plan`` and its command."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: p
     assert plan.bytes == files > 400_000
     assert plan.parameters is None
     assert call_json(capsys, "plan", "--checkpoint", tmp_path / "c", "--gpus", 8)["bytes"] == files
-    # The smallest checkpoint: a header.
+    # The smallest checkpoint has only a header.
     fastckpt.save({}, tmp_path / "empty")
     assert fastckpt.tools.plan(checkpoint=tmp_path / "empty", gpus=8).bytes > 0
 
@@ -161,7 +161,7 @@ def test_wrong_types_are_refused() -> None:
 def test_goodput_overhead_and_interval() -> None:
     job = {"size": "1TB", "gpus": 1000, "write": "100GB/s"}
     plan = fastckpt.tools.plan(**job)
-    # Bare numbers are seconds.
+    # Numbers without a unit are seconds.
     assert fastckpt.tools.plan(**job, mttf_cluster=50 * HOUR, interval=7200) == fastckpt.tools.plan(
         **job, mttf_gpu="50000h", interval="2h"
     )
@@ -212,7 +212,7 @@ def test_speeds() -> None:
     asked = fastckpt.tools.plan(**job, target_seconds="2min")
     assert (asked.seconds, asked.write) == (120, pytest.approx(8e12 / 120))
     assert fastckpt.tools.plan(**job).speed == "tier light, since no speed is given"
-    # A job smaller than a node.
+    # The job is smaller than a node.
     small = fastckpt.tools.plan(size="1TB", gpus=2, node_write="5GB/s")
     assert small.seconds == small.restore_seconds == 200
 
@@ -225,7 +225,7 @@ def verdicts(plan: fastckpt.tools.Plan) -> dict[str, bool]:
 
 
 def test_verdicts_follow_what_was_asked_for() -> None:
-    # 13.8 TB from 512 GPUs: 36, 18 and 9 s in the tiers.
+    # 512 GPUs write 13.8 TB in 36, 18 and 9 s in the tiers.
     job = {"size": "13.8TB", "tp": 8, "pp": 64, "dp": 6}
     assert verdicts(fastckpt.tools.plan(**job)) == {"light": True, "medium": True, "high": True}
     found = verdicts(fastckpt.tools.plan(**job, target_seconds=20))
@@ -299,7 +299,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_a_node_is_what_a_save_in_the_background_takes(tmp_path: Path) -> None:
-    """Measured in the process, not by the formula, since the memory stays after a save. Ranks: tests/ranks."""
+    """The test measures a process, without the formula: memory stays after a save. For ranks, see tests/ranks."""
     code = """
 import pathlib, re, sys, numpy, fastckpt
 def anonymous():

@@ -82,7 +82,7 @@ def test_figures_have_three_digits_and_no_exponent() -> None:
 
 
 def test_what_torch_keeps_a_parameter() -> None:
-    """The figures of torch's optimizers, counted in their states."""
+    """The figures for torch's optimizers are counted in the states of these optimizers."""
     torch = needs.package("torch")
     for name, make in (
         ("adamw", torch.optim.AdamW),
@@ -162,13 +162,13 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
         model = transformers.AutoModelForCausalLM.from_config(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    # The fields as users write them, and all fields as transformers writes them.
+    # The config has the fields that users write, or all fields that transformers writes.
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     for given in ({"vocab_size": 50257, "model_type": kind, **fields}, written):
         counted = count(given)
         assert (counted.parameters, counted.experts) == (parameters, experts)
-        # A config with all fields of DeepSeek's declares this layer; transformers does not build it either.
+        # A config with all fields of DeepSeek declares this layer, which transformers does not build either.
         assert counted.notes == () or "further tokens" in counted.notes[0]
     assert fastckpt.tools.plan(config=tmp_path, gpus=8).parameters == parameters
 
@@ -208,7 +208,7 @@ HELD = sizing.contents(120_000, 96_000, (2.0, 12.0))
     ("tp", "pp", "dp", "ep"), [(1, 1, 1, 1), (2, 3, 4, 1), (2, 3, 4, 2), (2, 3, 4, 4), (1, 1, 8, 8)]
 )
 def test_every_byte_is_written_once(tp: int, pp: int, dp: int, ep: int, zero: int) -> None:
-    """Against a model of the distribution, rank by rank: each rank's pieces, and which equal rank writes or reads."""
+    """The plan agrees with a model of each rank: its pieces, and which of equal ranks writes or reads them."""
     written: dict[int, float] = {}
     read = 0.0
     for stage, data in itertools.product(range(tp * pp), range(dp)):
@@ -247,7 +247,7 @@ def test_the_best_interval_is_the_maximum_of_the_expected_goodput(ratio: float) 
     cost, mttf = ratio * 7440, 7440.0
     best = best_interval(cost, mttf)
     assert best > cost
-    # If it is flat to the last digit, its derivative still is not: (1 - (i - c) / m) exp(i / m) = 1.
+    # Even if the curve is flat to the last digit, its derivative is not: (1 - (i - c) / m) exp(i / m) = 1.
     x, dump = best / mttf, cost / mttf
     assert dump - x - math.expm1(-x) == pytest.approx(0, abs=1e-15 + 1e-12 * dump)
     top = expected_goodput(best, cost, mttf, 60)
@@ -259,7 +259,7 @@ def test_best_interval_agrees_with_daly_and_young_where_they_hold() -> None:
     for ratio in (1e-6, 1e-4, 1e-2):
         cost, mttf = ratio * HOUR, HOUR
         assert best_interval(cost, mttf) == pytest.approx(daly(cost, mttf) + cost, rel=1e-4)
-        # Young leaves out a third of the square root of the ratio and more.
+        # Young's formula leaves out a third of the square root of the ratio, and smaller terms.
         error = young(cost, mttf) / daly(cost, mttf) - 1
         assert 0 < error < math.sqrt(ratio)
     assert daly(3 * HOUR, HOUR) == HOUR
@@ -340,7 +340,7 @@ LARGE: dict[str, Any] = {"accelerators": 24_000, "mttf_gpu": 49_600 * HOUR}
 
 
 def by_hand(lengths: list[float], interval: float, cost: float, restart: float, lag: float) -> float:
-    """The kept training, second by second: the simulation's result in a step-by-step form."""
+    """Return the seconds of training that are kept, failure by failure: the simulation in a step-by-step form."""
     trained = 0.0
     for length in lengths:
         clock = restart
@@ -363,7 +363,7 @@ def test_only_what_a_durable_checkpoint_holds_is_kept() -> None:
 
 @pytest.mark.parametrize("shape", [0.7, 1.0, 3.0])
 def test_each_accelerator_lives_as_long_as_it_should(shape: float) -> None:
-    """One accelerator, replaced repeatedly: the gaps are its lives, with the requested mean."""
+    """One accelerator is replaced repeatedly: the gaps between failures are its lives, with the requested mean."""
     lengths = np.concatenate(
         [gaps(np.random.default_rng([2, run]), 1, 100.0, 100_000.0, shape)[:-1] for run in range(20)]
     )
@@ -376,7 +376,7 @@ def test_failures_of_many_come_as_often_as_one_over_their_number() -> None:
     lengths = gaps(np.random.default_rng(3), 24_000, 49_600 * HOUR, 90 * DAY)
     assert lengths.sum() == pytest.approx(90 * DAY)
     assert (lengths >= 0).all()
-    # 1045 failures are expected; four standard deviations of a Poisson count.
+    # 1045 failures are expected, within four standard deviations of a Poisson count.
     expected = 90 * DAY / (124 * 60)
     assert abs(len(lengths) - 1 - expected) < 4 * math.sqrt(expected)
 
@@ -396,12 +396,12 @@ def test_the_same_seed_gives_the_same_result_and_another_does_not() -> None:
 def test_the_best_interval_agrees_with_daly_where_the_formula_holds(cost: float, seed: int) -> None:
     """The bar: within 5 % while the interval is much smaller than the MTTF (here 1 to 12 % of it).
 
-    What is compared is the training time between checkpoints, which is what Daly's formula gives. The goodput is flat
-    at its best (5 % beside it costs an eighth of a percent of what is lost), so three things make the comparison mean
-    something: all intervals meet the same failures, 100,000 of them; the maximum is that of a curve fitted over a
-    factor of two to either side; and its standard error, from ten groups of runs, has to be small beside the bar. The
-    search does not begin at Daly's. As a check that does not depend on the fit, Daly's own interval loses next to
-    nothing against the best one on the same failures.
+    The test compares the training time between checkpoints, which Daly's formula gives. The goodput is flat at its
+    maximum (5 % beside the maximum costs an eighth of a percent of the loss), so three things make the comparison
+    meaningful: all intervals meet the same failures, 100,000 of them; the maximum is that of a curve fitted over a
+    factor of two to either side; and its standard error, from ten groups of runs, must be small compared with the bar.
+    The search does not begin at Daly's interval. As a check that does not depend on the fit, Daly's own interval loses
+    almost nothing against the best interval on the same failures.
     """
     found = simulate(**LARGE, cost=cost, restart=120.0, seed=seed)
     trained = found.best - cost
@@ -413,7 +413,7 @@ def test_the_best_interval_agrees_with_daly_where_the_formula_holds(cost: float,
 
 @pytest.mark.parametrize("cost", [0.5, 50.0, 500.0, 5000.0])
 def test_the_interval_that_auto_mode_takes_is_the_best(cost: float) -> None:
-    """Even if a checkpoint takes two thirds of the MTTF and Young's formula is far off."""
+    """This holds even if a checkpoint takes two thirds of the MTTF and Young's formula is far off."""
     found = simulate(**LARGE, cost=cost, restart=120.0)
     chosen = found.mark("best_interval")
     assert chosen.interval == best_interval(cost, found.mttf, 120.0)
@@ -431,7 +431,7 @@ def test_young_parts_from_the_simulation_where_checkpoints_are_dear() -> None:
 def test_the_plans_goodput_is_that_of_the_simulation_everywhere(restart: float, lag: float) -> None:
     """Daly's complete model is exact for random failures: within five standard errors, even beyond the MTTF.
 
-    The simulation does not count the interval that the end cuts short: half of one in 90 days.
+    The simulation does not count the interval that its end cuts short: on average half an interval in 90 days.
     """
     found = simulate(**LARGE, cost=50.0, restart=restart, lag=lag)
     assert found.points[-1].interval > 1.9 * found.mttf
@@ -451,7 +451,7 @@ def test_the_first_order_formula_parts_where_the_interval_is_no_longer_small() -
 
 
 def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
-    """A large cluster fails almost at random at its rate, for any behaviour of one accelerator."""
+    """A large cluster fails almost randomly at its rate, however a single accelerator behaves."""
     found = simulate(**LARGE, cost=50.0, shape=0.7, runs=40)
     assert found.mttf < 0.6 * 124 * 60
     assert found.best == pytest.approx(found.mark("best_interval").interval, rel=0.1)
@@ -494,21 +494,21 @@ def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixtur
     assert len(document["marks"]) == 5
 
 
-# --- what the field publishes -----------------------------------------------------------------------------------------
+# --- published sizes --------------------------------------------------------------------------------------------------
 
-#: Model: published size, bytes it is off by at most where it is rounded, shape, ZeRO, processes.
-#: 105 is rounded to 1 GiB and 5.29 to 10 GiB; 912 is eight nodes of a 114 that is rounded to 1; 18 is rounded to 1000.
+#: By model: published size, the most by which rounding changes it, shape, ZeRO stage, processes. 105 is rounded
+#: to 1 GiB and 5.29 to 10 GiB; 912 is eight nodes of a 114 that is rounded to 1; 18 is rounded to 1000.
 PUBLISHED = {
     "llama3-8b": (105, 0.5, (1, 1, 8), 3, 8),
     "llama3-70b": (912, 8 * 0.5, (8, 1, 8), 3, 64),
     "llama3-405b": (5290, 5, (8, 32, 2), 1, 512),
     "llama3-1t": (18000, 500, (8, 64, 2), 1, 1024),
 }
-#: Figures of MLPerf's guidelines for single processes, in GiB, cut to two digits: first and last rank.
+#: Figures in MLPerf's guidelines for single processes, in GiB, cut to two decimals: first and last rank.
 RANKS = {"llama3-70b": (14.23, 14.23), "llama3-405b": (11.8, 8.85)}
-#: Their figures for the eight processes of the subset mode, in GiB, rounded to one.
+#: Figures in MLPerf's guidelines for the eight processes of the subset mode, rounded to one GiB.
 EIGHT = {"llama3-8b": 105, "llama3-70b": 114, "llama3-405b": 94, "llama3-1t": 161}
-#: The architectures that they list.
+#: The architectures that MLPerf's guidelines list.
 ARCHITECTURES = {
     "llama3-8b": (4096, 14336, 32, 8, 32),
     "llama3-70b": (8192, 28672, 128, 8, 80),
@@ -519,7 +519,7 @@ ARCHITECTURES = {
 def test_24_000_accelerators_fail_every_124_minutes() -> None:
     assert cluster_mttf(49_600 * 3600, 24_000) == pytest.approx(124 * 60, abs=1e-7)
     assert fastckpt.tools.plan(size=1, gpus=24_000, mttf_gpu="49600h").mttf == pytest.approx(124 * 60)
-    # MLCommons reckons with 50,000 h, which is the default: 125 min.
+    # MLCommons assumes 50,000 h, which is the default: 125 min.
     assert round(fastckpt.tools.plan(size=1, gpus=24_000).mttf / 60) == 125
 
 
@@ -601,17 +601,17 @@ def test_mlperf_parameters_are_counted_from_the_published_architecture(name: str
 
 
 def test_llama_3_405b_is_about_5_tb() -> None:
-    # In TiB; in TB it is 5.7.
+    # The figure is in TiB; in TB, it is 5.7.
     assert round(fastckpt.tools.plan(params=WORKLOADS["llama3-405b"].parameters, gpus=8).bytes / 2**40) == 5
 
 
 @pytest.mark.parametrize(("mttf_hours", "published"), [(24, 117), (6, 57), (0.25, 9.1)])
 def test_dalys_own_examples(mttf_hours: float, published: float) -> None:
-    """Figures 3 to 5 of his paper: a dump of 5 minutes, and his model's predictions in minutes."""
+    """Figures 3 to 5 of Daly's paper: a dump of 5 minutes, and the predictions of his model in minutes."""
     digits = 1 if published < 10 else 0
     found = daly(5 * 60, mttf_hours * 3600) / 60
     assert round(found, digits) == published
-    # Our exact minimum of the same model agrees with his expansion, also where dumps are a third of the MTTF.
+    # Our exact minimum of the same model agrees with his expansion, even if dumps take a third of the MTTF.
     assert (best_interval(5 * 60, mttf_hours * 3600) - 5 * 60) / 60 == pytest.approx(found, rel=0.005)
 
 

@@ -16,7 +16,7 @@ from harness import cli
 
 @pytest.fixture
 def run(tmp_path):
-    """Six checkpoints, of which a manager that keeps fewer has removed none yet."""
+    """Six checkpoints of a run; a manager that keeps fewer has not removed any yet."""
     with fastckpt.Manager(tmp_path) as manager:
         for step in range(1, 7):
             manager.save(step, {"a": np.full(1000, step)}, {"loss": abs(step - 2) + 0.5})
@@ -120,7 +120,7 @@ def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
 
 
 def test_prune_verifies_the_newest_of_the_branch_that_goes_on(run, capsys):
-    """Mutant: the highest step, which is on an abandoned branch."""
+    """Mutant: the highest step is verified, which is on an abandoned branch."""
     with fastckpt.Manager(run) as manager:
         manager.restore(step=2)
         manager.save(5, {"a": np.full(1000, 55)}, force=True)

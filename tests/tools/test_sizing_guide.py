@@ -15,7 +15,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
 
 
 def commands() -> list[tuple[str, str]]:
-    """The page's commands and their outputs, in order; ``cat`` shows a file that later commands read."""
+    """The page's commands and their outputs, in order; the output of ``cat`` is a file that later commands read."""
     blocks = re.findall(r"^```console\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     found = []
     for block in blocks:
@@ -29,7 +29,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def about(text: str) -> tuple[list[str], list[float]]:
-    """The words of a text, and its numbers."""
+    """Return the words of a text, and its numbers."""
     return NUMBER.sub("#", text).split(), [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 

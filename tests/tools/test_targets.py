@@ -29,7 +29,7 @@ def test_set_target_takes_the_table():
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     rows = dict(line.split(" -> ") for line in lines if not line.startswith("#"))
     assert len(rows) >= 40
-    # A target is for the whole process.
+    # A target applies to the whole process.
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(list(rows))],
         capture_output=True,

@@ -1,5 +1,5 @@
 """Internal parts of the tools: scores, shares, room, ranks and the raw device of ``bench``,
-figures of ``diff`` in pieces, names and shares of runs, and the options behind ``--help``.
+``diff`` in pieces, names and shares of runs, and the options that ``--help`` lists.
 """
 
 # ruff: noqa: PTH208 - names as the directory has them
@@ -46,7 +46,7 @@ def test_the_slowest_rank_counts():
 
 
 def test_the_slowest_throughput_need_not_be_the_longest_time():
-    """Shares differ: a rank with much to write takes longest, but may still be the fastest."""
+    """Shares differ, so a rank with much to write may take longest, but have the highest throughput."""
     found = scores.score([[sample(2.0, 8 * GB), sample(1.0, GB)]])
     assert found["seconds"]["median"] == 2.0
     assert found["gigabytes_per_second"]["median"] == pytest.approx(4.5)
@@ -151,7 +151,7 @@ def test_with_zero_1_the_weights_are_the_first_replicas_alone():
     assert all(share.weights for share in shares[:256])
     assert not any(share.weights for share in shares[256:])
     assert sum(share.bytes for share in shares) == pytest.approx(0.01 * WORKLOADS["llama3-405b"].bytes, rel=1e-4)
-    # The 11.8 and 8.85 GiB of MLPerf's ranks, a hundredth of them.
+    # These are a hundredth of the 11.8 and 8.85 GiB of MLPerf's ranks.
     assert shares[0].bytes / GIB == pytest.approx(0.118, rel=0.01)
     assert shares[511].bytes / GIB == pytest.approx(0.0885, rel=0.01)
 
@@ -325,7 +325,7 @@ def test_the_raw_device_writes_and_reads_every_byte(tmp_path):
         block[:] = 0
     assert device.read(tmp_path / "plain").run(time.monotonic())["bytes"] == len(data)
     written = {data[at : at + raw.BLOCK] for at in range(0, len(data), raw.BLOCK)}
-    # The end of the file fills a part of one buffer.
+    # The end of the file fills only a part of one buffer.
     assert sum(bytes(block) in written for block in device._blocks) >= raw.IN_FLIGHT - 1
 
 
@@ -412,7 +412,7 @@ COMMANDS = {
 }
 
 
-# The help of the monitor is its own.
+# The monitor has its own help.
 @pytest.mark.parametrize("name", ["", *(name for name in COMMANDS if name != "top")])
 def test_help_fits_a_screen_and_names_every_option(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

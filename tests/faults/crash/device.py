@@ -2,8 +2,8 @@
 
     python -m faults.crash.device POINT IMAGE SEED
 
-It completes writes late and out of order. A flush covers only the writes that had completed when it arrived. Everything
-is logged. A line of standard input is a mark in the log, or ``dump PATH``, which writes the log there.
+The disk completes writes late and out of order, and logs everything. A flush covers only the writes that were complete
+when it arrived. A line of standard input is a mark for the log, or ``dump PATH``, which writes the log there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from harness.in_memory import Handle, Tree, serve
 
-#: Half of the writes complete at once, a quarter soon, and a quarter late, within these seconds. A program that waits
-#: for none of them has reported its success by then.
+#: Half of the writes complete at once, a quarter soon, and a quarter late, within these seconds. A program that does
+#: not wait for late writes reports its success before they complete.
 SOON, LATE = 0.003, (0.02, 0.1, 0.4)
 NAME = b"disk"
 

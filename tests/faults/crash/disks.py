@@ -1,4 +1,4 @@
-"""Records the writes of a file system to its device, and mounts states that the device may have after a cut."""
+"""Records the writes of a file system to its device, and mounts states that the device may have after a power cut."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PAGE = 4096
-#: Small, so that a state is quick to make.
+#: Bytes of a device, small so that a state is quick to make.
 SIZES = {"ext4": 48 << 20, "xfs": 64 << 20, "btrfs": 112 << 20}
-#: Further options of mkfs: no background writes that no program requested.
+#: Further options of mkfs, which prevent background writes that no program requested.
 MORE = {"ext4": ["-E", "lazy_itable_init=0,lazy_journal_init=0"], "xfs": ["--unsupported"], "btrfs": []}
 OPTIONS = {"ext4": "", "xfs": "", "btrfs": ""}
 FLUSH_BUFFERS = 0x1261
 #: Flags of fallocate: the range becomes a hole, and the size stays.
 HOLE = 3
 LAZILY = 2
-#: Flags of unshare; and of mount, recursive.
+#: Flags of unshare, and of a recursive mount.
 NEW_MOUNTS, PRIVATELY = 0x20000, 1 << 14 | 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +47,7 @@ def _run(*command: str) -> str:
 
 @cache
 def formatted(kind: str) -> bytes:
-    """The image of an empty file system."""
+    """Return the image of an empty file system."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder, "image")
         with path.open("wb") as file:
@@ -58,7 +58,7 @@ def formatted(kind: str) -> bytes:
 
 @contextlib.contextmanager
 def loop(path: str, *options: str) -> Iterator[str]:
-    """A block device for a file."""
+    """Yield a loop device for a file."""
     device = _run("losetup", "--find", "--show", *options, path)
     try:
         yield device
@@ -67,8 +67,8 @@ def loop(path: str, *options: str) -> Iterator[str]:
 
 
 def alone() -> None:
-    """Give this process a private mount namespace. A copy of its mounts in another program's namespace would keep a
-    file system alive that is unmounted here, and vice versa.
+    """Give this process a private mount namespace. Otherwise, a copy of its mounts in another program's namespace would
+    keep a file system alive that is unmounted here, and vice versa.
 
     Raises:
         OSError: no permission.
@@ -83,7 +83,7 @@ def alone() -> None:
 
 
 def mount(device: str, point: str, kind: str) -> None:
-    """Mount it.
+    """Mount the device.
 
     Raises:
         OSError: the file system refuses the content.
@@ -94,10 +94,10 @@ def mount(device: str, point: str, kind: str) -> None:
 
 
 def unmount(point: str) -> None:
-    """Unmount it; open files there are closed soon.
+    """Unmount ``point``, and wait for files there that are about to be closed.
 
     Raises:
-        AssertionError: it stays busy.
+        AssertionError: the mount stays busy.
     """
     for _ in range(2000):
         if _libc.umount2(point.encode(), 0) == 0:
@@ -112,9 +112,9 @@ def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
     """Mount the content of a device, without the kernel's cache of its earlier content.
 
     Raises:
-        OSError: the file system does not accept it.
+        OSError: the file system does not accept the content.
     """
-    # Exclusively: if the previous state is still mounted somewhere, this mount would show that state.
+    # The open is exclusive: if the previous state were still mounted somewhere, this mount would show that state.
     file = os.open(device, os.O_RDONLY | os.O_EXCL)
     fcntl.ioctl(file, FLUSH_BUFFERS)
     os.close(file)
@@ -127,8 +127,8 @@ def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callable[[str], None], list[Any]]]:
-    """Mount an empty file system on a logging device. Yields the mount point, a function that marks the log, and a list
-    that has the log afterwards."""
+    """Mount an empty file system on a logging device. Yield the mount point, a function that marks the log, and a list
+    that gets the log at the end."""
     image, fuse, point = folder / "image", folder / "fuse", folder / "mnt"
     image.write_bytes(formatted(kind))
     for each in (fuse, point):
@@ -170,7 +170,7 @@ class Shelf:
         self._size = size
 
     def put(self, image: np.ndarray, used: np.ndarray) -> None:
-        """Store an image: its pages, and which of them are not all zeros."""
+        """Store an image: its pages, and which pages are not all zeros."""
         _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
         where = np.flatnonzero(used)
         self._pages[where] = image[where]
@@ -184,7 +184,7 @@ class Shelf:
 
 @contextlib.contextmanager
 def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
-    """A device for the states of one kind of file system."""
+    """Yield a device for the states of one kind of file system."""
     point = folder / "state"
     point.mkdir()
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="fastckpt-faults-") as file:

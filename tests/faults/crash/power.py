@@ -1,4 +1,4 @@
-"""The trials: a scene is recorded, and many states of it are mounted and checked."""
+"""The trials: record a scene, and mount and check many of its states."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from faults.row import Run
 
-#: States of one recording.
+#: The number of states of one recording.
 STATES = 20
-#: In one state out of this many the next save is made, too.
+#: In one state out of this many, the trial also makes the next save.
 SWEPT = 4
 
 
@@ -25,7 +25,7 @@ def _newest(marks: list[str], word: str) -> int:
 
 
 def _look(scene: Scene, state: states.State, shelf: disks.Shelf, kind: str, *, swept: bool) -> str:
-    """The fault of a state, or nothing."""
+    """Return the fault of a state, or an empty string."""
     try:
         shelf.put(state.image, state.used)
         begun, acknowledged = _newest(state.marks, "begun"), _newest(state.marks, "acknowledged")

@@ -36,29 +36,29 @@ class Scene:
         self.nbytes, self.engine = nbytes, engine
 
     def play(self, point: Path, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
-        """Make all saves in a separate process; each begins, and ends with its acknowledgement."""
+        """Make all saves in a separate process; call ``begin`` before each, and ``end`` as its acknowledgement."""
         for number in range(1, self.count + 1):
             begin(number)
             self.save(point, number)
             end(number)
 
     def save(self, point: Path, number: int) -> None:
-        """Make one of them."""
+        """Make the save with this number."""
         fastckpt.save(self.state(number), self.path(point, number), io=self.engine)
 
     def state(self, number: int) -> dict[str, object]:
-        """The state to save."""
+        """Return the state to save."""
         return numbered(number, self.nbytes)
 
     def path(self, point: Path, number: int) -> Path:  # noqa: ARG002 - some have a path each
-        """The path of a save: here, one path for all."""
+        """Return the path of a save: here, the same path for all saves."""
         return point / "step"
 
     def found(self, path: Path) -> int:
-        """The number of the checkpoint that is there, 0 if there is none.
+        """Return the number of the checkpoint at ``path``, 0 if there is none.
 
         Raises:
-            Exception: it is damaged or mixed.
+            Exception: the checkpoint is damaged or mixed.
         """
         try:
             state = fastckpt.load(path, io=self.reader)
@@ -67,19 +67,19 @@ class Scene:
         return which(state, self.nbytes)
 
     def wrong(self, point: Path, begun: int, acknowledged: int) -> str:
-        """The fault after a cut at which these were begun and acknowledged, or nothing."""
+        """Return the fault after a cut, given the last begun and acknowledged saves, or an empty string."""
         found = self.found(self.path(point, 1))
         return "" if acknowledged <= found <= begun else f"{acknowledged} was acknowledged, and {found} is there"
 
 
 class Overwrites(Scene):
-    """One path, repeatedly."""
+    """Saves to one path, repeatedly."""
 
     count = 4
 
 
 class FirstSaves(Scene):
-    """A different path for each, below directories that the first one makes."""
+    """Each save has a different path, below directories that the first save makes."""
 
     def path(self, point: Path, number: int) -> Path:
         return point / "runs" / "mine" / f"step-{number}"
@@ -93,7 +93,7 @@ class FirstSaves(Scene):
 
 
 class Shards(Overwrites):
-    """Many shards, in two directories."""
+    """Saves many shards, in two directories."""
 
     def state(self, number: int) -> dict[str, object]:
         return super().state(number) | {"constant": CONSTANT}
@@ -113,14 +113,14 @@ class Shards(Overwrites):
 
 
 class Asynchronous(FirstSaves):
-    """In the background."""
+    """Saves in the background."""
 
     def save(self, point: Path, number: int) -> None:
         fastckpt.save_async(self.state(number), self.path(point, number), io=self.engine).result(120)
 
 
 class Bases(Shards, FirstSaves):
-    """Each links unchanged files from the previous one, which is removed at the end."""
+    """Each save links unchanged files from the previous checkpoint, which is removed at the end."""
 
     def save(self, point: Path, number: int) -> None:
         base = self.path(point, number - 1) if number > 1 else None
@@ -132,7 +132,7 @@ class Bases(Shards, FirstSaves):
 
 
 class GivenFiles(Overwrites):
-    """With files beside the tensors, which a save carries over from the previous one."""
+    """Saves files beside the tensors, which a save carries over from the previous checkpoint."""
 
     @staticmethod
     def _files(number: int) -> dict[str, bytes]:
@@ -152,7 +152,7 @@ class GivenFiles(Overwrites):
 
 
 class SingleFiles(Overwrites):
-    """One file, by ``open_write``."""
+    """Writes a single file with ``open_write``."""
 
     def save(self, point: Path, number: int) -> None:
         with fastckpt.open_write(self.path(point, number), io=self.engine) as file:
@@ -168,7 +168,7 @@ class SingleFiles(Overwrites):
 
 
 class Copies(Overwrites):
-    """Copies of checkpoints from another disk."""
+    """Copies checkpoints from another disk."""
 
     def save(self, point: Path, number: int) -> None:
         source = Path("/dev/shm") / f"fastckpt-source-{point.parent.name}"
@@ -180,7 +180,7 @@ class Copies(Overwrites):
 
 
 class Removals(Scene):
-    """Two saves, and a removal."""
+    """Makes two saves and a removal."""
 
     def save(self, point: Path, number: int) -> None:
         if number == self.count:
@@ -221,12 +221,12 @@ class Managed(Scene):
 
 
 class OfRanks(Scene):
-    """Ranks that save together, each save over the previous one."""
+    """Ranks save together, each time over the previous checkpoint."""
 
     size = 2
 
     def play_in_ranks(self, point: Path, tell: Callable[[str], None]) -> None:
-        """Make all saves with processes of a group of torch."""
+        """Make all saves in the processes of a group of torch."""
         from faults import groups_that_go_on  # torch takes seconds
         from harness import groups
 
@@ -248,7 +248,7 @@ class OfRanks(Scene):
 
 
 class OfFourRanks(OfRanks):
-    """More than one rank sends to rank 0."""
+    """Four ranks save together, so that more than one rank sends to rank 0."""
 
     size = 4
 
@@ -268,7 +268,7 @@ SCENES = (
 
 
 def sweeps(point: Path) -> str:
-    """Save once more to the same place; the fault of that save or of the leftovers, or nothing."""
+    """Save once more to the same place; return the fault of that save or of leftovers, or an empty string."""
     for folder in (point, point / "runs" / "mine"):
         if folder.exists():
             fastckpt.save(numbered(99, 4096), folder / "after")

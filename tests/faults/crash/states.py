@@ -20,8 +20,8 @@ class State:
     """A device after a cut.
 
     Attributes:
-        image: its pages.
-        used: which of them are not all zeros.
+        image: the pages of the device.
+        used: which pages are not all zeros.
         marks: the marks before the cut.
         how: a description of the cut and the losses.
     """
@@ -33,8 +33,8 @@ class State:
 
 
 def cuts(log: list[Any], count: int, draw: random.Random) -> list[int]:
-    """Where to cut: numbers of entries before which the power fails, in order. Half of them are right after a mark, and
-    a quarter after a flush: these show premature promises."""
+    """Return the ascending numbers of the entries before which the power fails. Half of the cuts are right after a
+    mark, and a quarter right after a flush, to detect premature promises."""
     first = log.index(("mark", "mounted", None)) + 1
     after = {
         kind: [number + 1 for number in range(first, len(log)) if log[number][0] == kind] for kind in ("mark", "flush")
@@ -48,13 +48,13 @@ def cuts(log: list[Any], count: int, draw: random.Random) -> list[int]:
 
 
 def pieces(at: int, length: int) -> list[tuple[int, int]]:
-    """The parts of a write that a device keeps whole or not at all: its pages."""
+    """Return the parts of a write (pages) that a device keeps whole or not at all."""
     bounds = [0, *range(PAGE - at % PAGE, length, PAGE), length]
     return list(pairwise(bounds))
 
 
 def _kept(lost: list[tuple[int, int, bytes]], draw: random.Random) -> tuple[str, list[tuple[int, bytes]]]:
-    """The kept pages of the writes that no flush covers, in the order of their arrival."""
+    """Return which pages of the writes that no flush covers are kept, in the order of their arrival."""
     how = draw.choice(("none", "all", "but one", "only one", "writes", "pages", "pages"))
     chance, one = draw.choice((0.1, 0.5, 0.9)), draw.randrange(max(1, len(lost)))
     found = []
@@ -68,7 +68,7 @@ def _kept(lost: list[tuple[int, int, bytes]], draw: random.Random) -> tuple[str,
 
 
 def after(base: bytes, log: list[Any], places: list[int], draw: random.Random) -> Iterator[State]:
-    """The states at these ascending cuts; each is valid until the next one."""
+    """Yield the states at these ascending cuts; each state is valid until the next one is requested."""
     stable = bytearray(base)
     pages = np.frombuffer(stable, np.uint8).reshape(-1, PAGE)
     used = pages.any(axis=1)

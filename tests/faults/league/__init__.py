@@ -1,1 +1,1 @@
-"""The same faults for libraries that save checkpoints, each used as documented."""
+"""Injects the same faults into several checkpoint libraries, each used as documented."""

@@ -1,7 +1,7 @@
 """python -m tests.faults.league [--library NAME] [--row TEXT] [--trials N] [--seed S] [--json FILE]
 
-How libraries survive faults. Each cell of FILE has the number of trials by outcome. Existing cells are
-not tried again. A library that is not installed is reported and left out.
+Measures how libraries survive faults. Each cell of FILE has the number of trials by outcome. Cells that FILE has are
+not measured again. A library that is not installed is reported and left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from . import libraries, rows
 
 
 def inside(name: str, chosen: list[str], trials: int, seed: int) -> None:
-    """All trials of one library, in this process; print a line of JSON with the facts, and one for each row."""
-    # The output of a library goes to stderr.
+    """Make all trials of one library in this process; print a line of JSON with facts, and a line for each row."""
+    # The output of libraries goes to stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     library = libraries.ALL[name]()
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=list(libraries.ALL), action="append", help="default: all")
     parser.add_argument("--row", default="", metavar="TEXT", help="rows whose names contain TEXT")
-    parser.add_argument("--trials", type=int, default=20, help="of each row and library (default: 20)")
+    parser.add_argument("--trials", type=int, default=20, help="trials of each row and library (default: 20)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--inside", help=argparse.SUPPRESS)

@@ -23,9 +23,9 @@ class End(NamedTuple):
 
 
 class Child:
-    """A forked process that runs ``work`` with a function that reports steps.
+    """A forked process that calls ``work`` with a function that reports steps.
 
-    With ``note``, it goes on from a step only after a call of ``note`` with it.
+    With ``note``, the process continues after a step only once ``note`` was called with the step.
 
     Attributes:
         told: the reported steps.
@@ -51,7 +51,7 @@ class Child:
 
         status = 1
         with contextlib.suppress(BaseException):
-            os.setsid()  # its own processes end with it
+            os.setsid()  # its child processes end with it
             silent = os.open(os.environ.get("LEAGUE_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
@@ -60,7 +60,7 @@ class Child:
         os._exit(status)
 
     def read(self, until: float, steps: int = 10**9) -> None:
-        """Read its reports, until it ends, has reported so many steps, or a time by time.monotonic has come."""
+        """Read the process's reports until it ends, has reported so many steps, or time.monotonic() reaches a time."""
         while self._end is None and len(self.told) < steps:
             left = until - time.monotonic()
             if left <= 0 or not select.select([self._out], [], [], left)[0]:
@@ -87,7 +87,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, seconds: float = HUNG) -> End:
-        """Wait for its end; kill it if it hangs."""
+        """Wait for the end of the process; kill it if it hangs."""
         self.read(time.monotonic() + seconds)
         if self._end is None:
             self.kill()

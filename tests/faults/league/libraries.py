@@ -1,9 +1,9 @@
-"""The libraries, each with saves and resumes as in its documentation, and with its settings for safety.
+"""The libraries, each with saves and resumes as documented, and with its settings for safety.
 
-Each is a class with ``title``, ``promise`` (a link to its promises), ``train`` and ``resume``. ``train`` goes
-on with a run in a directory, saves after each step, and reports each step that the library has reported as saved.
+Each library is a class with ``title``, ``promise`` (a link to its promises), ``train`` and ``resume``. ``train``
+continues a run in a directory, saves after each step, and reports each step that the library reported as saved.
 ``resume`` finds the newest checkpoint by the rule of the library or its documentation, and returns the state; None if
-it finds nothing. Exceptions of either are the library's own.
+it finds nothing. All exceptions are the library's own.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 Told = Callable[[int], None]
 
-#: Seconds that ranks wait for one another.
+#: Seconds for which ranks wait for one another.
 PATIENCE = 20.0
 
 
 def free_port() -> int:
-    """A free port."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -52,10 +52,10 @@ class Library(ABC):
     Attributes:
         title: its name in the table.
         package: the distribution whose version is shown.
-        modules: the imports before trials are forked.
+        modules: the modules that are imported before the trials are forked.
         promise: a link to its promises.
-        keeps: the number of checkpoints that it keeps, if it removes older ones itself.
-        ranked: whether the ranks of a job write a checkpoint together.
+        keeps: the number of checkpoints that it keeps, if it removes older checkpoints itself.
+        ranked: whether all ranks of a job write a checkpoint together.
     """
 
     title: ClassVar[str]
@@ -74,15 +74,15 @@ class Library(ABC):
 
     @abstractmethod
     def train(self, directory: Path, steps: Iterable[int], told: Told) -> None:
-        """Go on with the run in a directory, and report each step that the library has reported as saved."""
+        """Continue the run in a directory, and report each step that the library reported as saved."""
 
     @abstractmethod
     def resume(self, directory: Path) -> dict[str, Any] | None:
-        """The state of the newest checkpoint; None if there is none."""
+        """Return the state of the newest checkpoint; None if there is none."""
 
 
 def newest(directory: Path, pattern: str) -> Path | None:
-    """The newest checkpoint by the number in its name, as in many scripts."""
+    """Return the newest checkpoint by the number in its name, as many scripts do."""
     found = [(int("".join(filter(str.isdigit, one.name)) or 0), one) for one in directory.glob(pattern)]
     return max(found)[1] if found else None
 
@@ -202,7 +202,7 @@ class TorchCheckpointing(Library):
 
 
 class Model(torch.nn.Module):
-    """Its parameters are set, not learned, so the step determines them."""
+    """A model whose parameters are set, not learned, so that the step determines them."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Lightning(Library):
         last = max(numbers, default=0)
         trainer = pl.Trainer(accelerator="cpu", max_steps=last, callbacks=[saver], default_root_dir=directory, **quiet)
         data = torch.utils.data.DataLoader(torch.zeros(last + 1, 1))
-        # The choice of `ckpt_path="last"` among several.
+        # This is the checkpoint that `ckpt_path="last"` chooses among several.
         there = max(directory.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
         if steps is None:
             loaded = torch.load(there, weights_only=False)
@@ -335,7 +335,7 @@ class Accelerate(Library):
     def train(self, directory: Path, steps: Iterable[int], told: Told) -> None:
         accelerator, model = self._accelerator(directory)
         for step in steps:
-            # Its names count saves, which are the steps here.
+            # accelerate's names of checkpoints count saves, which are the steps here.
             accelerator.project_configuration.iteration = step
             model.become(step)
             accelerator.save_state()

@@ -1,8 +1,8 @@
-"""The faults, each with the trial of a library.
+"""The faults, each with a trial for a library.
 
-A trial ends in one word: ``good``; ``lost``: a step that was reported as saved is gone, and an older one goes on;
-``stuck``: no resume until a person removes or repairs something; ``wrong``: other bytes than those of any step, without
-an error; ``hung``: no end within a minute. After each resume the run has to go on and save once more.
+The outcome of a trial is ``good``; ``lost``: a step that was reported as saved is gone, and the run continues from an
+older step; ``stuck``: no resume until a person removes or repairs something; ``wrong``: bytes of no saved step, without
+an error; ``hung``: no end within a minute. After each resume, the run must continue and save again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trial:
         return [Child(partial(work, rank)) for rank in range(2)]
 
     def resume(self) -> End:
-        """The result of a resume: the step, ``wrong``, or None for no checkpoint."""
+        """Return the result of a resume: the step, ``wrong``, or None for no checkpoint."""
 
         def work(_: Callable[[int], None]) -> int | str | None:
             state = self.library.resume(self.directory)
@@ -76,7 +76,7 @@ class Trial:
             raise AssertionError(f"{self.library.title}: undisturbed: {end}")
 
     def verdict(self, acknowledged: int, *, at_least: int | None = None) -> str:
-        """The outcome of a run with the last reported step ``acknowledged``; ``at_least`` has to be there."""
+        """Return the outcome of a run whose last reported step is ``acknowledged``; ``at_least`` must be restored."""
         found = self.resume()
         least = acknowledged if at_least is None else at_least
         if found.how == "hung":
@@ -98,7 +98,7 @@ class Trial:
 
 
 def kill(trial: Trial, first: int) -> str:
-    """SIGKILL at a random moment of the save after the step ``first``, or of the work after it."""
+    """Send SIGKILL at a random moment of the save after the step ``first``, or of the work after that save."""
     child = trial.train(range(1, 200))
     child.read(time.monotonic() + HUNG, first + 1)
     began = time.monotonic()
@@ -111,13 +111,13 @@ def kill(trial: Trial, first: int) -> str:
 
 
 def undisturbed(trial: Trial) -> str:
-    """No fault: a control."""
+    """Inject no fault: a control."""
     trial.saved([1, 2, 3])
     return trial.verdict(3)
 
 
 def first_save(trial: Trial) -> str:
-    """SIGKILL at a random moment before the first step is reported."""
+    """Send SIGKILL at a random moment before the first step is reported."""
     child = trial.train([1])
     began = time.monotonic()
     child.read(began + HUNG, 1)
@@ -133,17 +133,17 @@ def first_save(trial: Trial) -> str:
 
 
 def in_a_save(trial: Trial) -> str:
-    """SIGKILL during a save, with older checkpoints."""
+    """Send SIGKILL during a save when older checkpoints exist."""
     return kill(trial, 1)
 
 
 def in_retention(trial: Trial) -> str:
-    """SIGKILL around the removal of older checkpoints: after more saves than are kept."""
+    """Send SIGKILL around the removal of older checkpoints, after more saves than the library keeps."""
     return kill(trial, 1 + (trial.library.keeps or 2))
 
 
 def _files(trial: Trial) -> dict[Path, tuple[int, int]]:
-    """Each file, with the attributes that change when it is written or replaced."""
+    """Return each file, with the attributes that change when the file is written or replaced."""
     found = {one: one.stat() for one in sorted(trial.directory.rglob("*")) if one.is_file() and one.stat().st_size}
     return {one: (about.st_ino, about.st_mtime_ns) for one, about in found.items()}
 
@@ -162,7 +162,7 @@ def _damage(trial: Trial, damage: Callable[[Path], None]) -> str:
 
 
 def flipped_bit(trial: Trial) -> str:
-    """One bit of the newest checkpoint is flipped."""
+    """Flip one bit of the newest checkpoint."""
 
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -173,7 +173,7 @@ def flipped_bit(trial: Trial) -> str:
 
 
 def zeroed_block(trial: Trial) -> str:
-    """4 KiB of the newest checkpoint are zeros, as after a torn write."""
+    """Zero 4 KiB of the newest checkpoint, as a torn write may."""
 
     def zero(path: Path) -> None:
         with path.open("r+b") as file:
@@ -184,7 +184,7 @@ def zeroed_block(trial: Trial) -> str:
 
 
 def full_disk(trial: Trial) -> str:
-    """There is space for only a part of a checkpoint; later there is enough."""
+    """Leave space for only a part of a checkpoint; later, provide enough."""
     with _tmpfs(trial.directory, 64 << 20):
         trial.saved([1, 2])
         size = states.TENSORS * states.LENGTH * 4
@@ -202,7 +202,7 @@ def full_disk(trial: Trial) -> str:
 
 
 def power_cut(trial: Trial) -> str:
-    """ext4 on a device with a volatile cache, after a power cut (:mod:`faults.crash`)."""
+    """Cut the power of ext4 on a device with a volatile cache (:mod:`faults.crash`)."""
     kind, home = "ext4", trial.directory
     with disks.recorded(kind, trial.draw.randrange(1 << 30), home) as (point, mark, log):
         trial.directory = point
@@ -218,17 +218,17 @@ def power_cut(trial: Trial) -> str:
 
 
 def two_savers(trial: Trial) -> str:
-    """Two trainings save different states to the same place at the same time."""
+    """Let two trainings save different states to the same place at the same time."""
     both = [trial.train(range(1, 7), run) for run in (0, 1)]
     ends = [child.end() for child in both]
     if any(end.how == "hung" for end in ends):
         return HANGS
-    # A saver that gets an error because of the other has lost nothing.
+    # A saver that raises an error because of the other saver has lost nothing.
     return trial.verdict(0, at_least=1)
 
 
 def _struck_rank(trial: Trial, strike: int) -> str:
-    """Strike rank 1 at a random moment of a save: rank 0 has to end by itself."""
+    """Kill or stop rank 1 at a random moment of a save: rank 0 must end by itself."""
     first, second = trial.train_on_two_ranks(range(1, 200))
     first.read(time.monotonic() + HUNG, 2)
     began = time.monotonic()
@@ -242,12 +242,12 @@ def _struck_rank(trial: Trial, strike: int) -> str:
 
 
 def killed_rank(trial: Trial) -> str:
-    """SIGKILL for one of two ranks."""
+    """Send SIGKILL to one of two ranks."""
     return _struck_rank(trial, signal.SIGKILL)
 
 
 def stopped_rank(trial: Trial) -> str:
-    """SIGSTOP for one of two ranks."""
+    """Send SIGSTOP to one of two ranks."""
     return _struck_rank(trial, signal.SIGSTOP)
 
 

@@ -1,4 +1,4 @@
-"""The table of libraries in docs/reliability.md, from docs/league.json."""
+"""Makes the table of libraries in docs/reliability.md from docs/league.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lead to their promises. `python -m tests.faults.league` repeats these trials.
 
 
 def table(data: Path = DATA) -> list[str]:
-    """The lines; none without data."""
+    """Return the lines of the table; none without data."""
     if not data.exists():
         return []
     found: dict[str, Any] = json.loads(data.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The rows, a file for each: its ``ROWS``."""
+"""The rows of the campaign: the ``ROWS`` of each file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @cache
 def rows() -> dict[str, Row]:
-    """All rows by name, in the order of the table."""
+    """Return all rows by name, in the order of the table."""
     found: list[Row] = []
     for module in pkgutil.iter_modules(__path__):
         found += importlib.import_module(f"{__name__}.{module.name}").ROWS

@@ -11,9 +11,9 @@ from faults import killed_runs
 from faults.row import Row, Run
 from harness import groups
 
-#: Where what trains is.
+#: The folder of the programs that train.
 TRAININGS = Path(__file__).parents[2] / "integrations"
-COMMON = {"control": "each phase is met as often as the others, and a run in which nothing was acknowledged fails"}
+COMMON = {"control": "all phases are met equally often, and a run without an acknowledged step fails"}
 
 
 def _drains(run: Run) -> None:

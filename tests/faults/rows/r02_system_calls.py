@@ -9,7 +9,7 @@ ROWS = [
         "kills at system calls",
         "A named checkpoint is whole, old or new, and the next save removes all leftovers.",
         "SIGKILL at the k-th system call of each kind, for all k: saves, removals, base=, files=, copies",
-        "a save that outlives its k ends the count; the calls that must be among them are named",
+        "the count ends when a save survives its k; the calls that it must include are listed",
         **row(
             (
                 "tests/core/test_commit.py::test_kill_during_a_first_save",

@@ -1,4 +1,4 @@
-"""Each system call fails."""
+"""Each system call fails in turn."""
 
 from faults.of_tests import row
 from faults.row import Row

@@ -1,4 +1,4 @@
-"""Calls of a mount fail, as those of a server do."""
+"""Calls of a mount fail, as calls of a server may fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from faults.row import Row, Run
 from faults.trouble import trials
 from harness import in_memory as calls
 
-#: What is asked of a mount: to look, and to change something; and how either may fail.
+#: The requests to a mount that read or change something, and the errors of each kind.
 LOOKS = (calls.LOOKUP, calls.GETATTR, calls.OPEN, calls.READ, calls.OPENDIR, calls.READDIR)
 CHANGES = (
     *(calls.CREATE, calls.MKDIR, calls.UNLINK, calls.RMDIR, calls.RENAME, calls.SET),

@@ -9,7 +9,7 @@ ROWS = [
         "order of syncs",
         "Shards, manifest, directory, name, parent become durable in this order; then the old checkpoint is removed.",
         "none: the system calls of each engine are traced",
-        "at least two shards; each sync is looked for by the path of its file",
+        "at least two shards; each sync is found by the path of its file",
         **row(
             (
                 "tests/core/test_commit.py::test_order_of_a_first_save_and_of_an_overwrite",

@@ -1,4 +1,4 @@
-"""Power cuts: what a device with a volatile cache may have kept."""
+"""Power cuts on devices with a volatile cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faults.row import Row, Run
 
 
 def _of_ranks(run: Run, scene: type[OfRanks]) -> None:
-    # Each kind in turn: a group takes seconds to make.
+    # Each part has one kind of file system, because a group takes seconds to make.
     power.cut(run, ("ext4", "xfs", "btrfs")[run.seed % 3], (scene,))
 
 
@@ -20,7 +20,7 @@ def _row_of_ranks(scene: type[OfRanks], number: str, nightly: int) -> Row:
         f"power cuts of {number}ranks",
         f"The same for {number or 'two '}ranks that save together.",
         "the same device below ext4, XFS or btrfs",
-        "the same mutants reach ranks by the same commit",
+        "the same mutants affect ranks through the same commit",
         run=partial(_of_ranks, scene=scene),
         fast=0,
         nightly=nightly,
@@ -36,7 +36,7 @@ def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
         "After a power cut each acknowledged save is intact, bit for bit; no other is partial; the next save works.",
         f"{kind} on a device that completes late and out of order, flushes only completed writes, and loses or tears "
         "any other write, of data or metadata; direct and buffered",
-        "the mutants: with a missing sync, or a success that is told early, saves are lost",
+        "the mutants: a missing sync or an early report of success loses saves",
         run=partial(power.cut, kind=kind),
         fast=fast,
         nightly=2000,

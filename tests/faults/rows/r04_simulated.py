@@ -35,7 +35,7 @@ ROWS = [
         "After a power cut all acknowledged data is intact, bit for bit; nothing partial counts as whole; the run "
         "can continue.",
         "a disk that promises only POSIX: each page and name that is not synced is independently lost or kept",
-        "each missing or late sync, deleted from a record, is found (tests/faults/simulated_mutants.py)",
+        "each sync that is deleted from a record or moved is detected (tests/faults/simulated_mutants.py)",
         run=_cut,
         fast=1_600,
         nightly=200_000,

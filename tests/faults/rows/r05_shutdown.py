@@ -1,4 +1,4 @@
-"""The file system goes."""
+"""The file system shuts down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from faults.trouble import trials
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: The request, and how: the log is written before it goes, or not.
+#: The request to shut down, and its modes: with and without writing the log first.
 GOING_DOWN, WITH_LOG, WITHOUT_LOG = 0x8004587D, 1, 2
 ERRORS = (errno.EIO, errno.EROFS, errno.EUCLEAN)
 
@@ -62,7 +62,7 @@ ROWS = [
         "shutdown",
         "A save on a file system that has shut down is not reported as a success.",
         "ext4 and XFS shut down between the rename and the last sync, btrfs cut between two shards",
-        "the saver stands still where it is to be",
+        "the saver is stopped exactly at the intended point",
         **row(
             (
                 "tests/core/test_commit_protocol.py::test_file_system_that_shuts_down_before_the_parent_is_synced",

@@ -1,5 +1,5 @@
-"""Devices below a file system fail. The kernels of small machines often have no device mapper, whose dm-flakey and
-dm-error do this elsewhere: a FUSE mount with the one file ``disk``, below a loop device, fails in their place."""
+"""Devices below a file system fail. Instead of dm-flakey and dm-error, which kernels of small machines often lack, a
+FUSE mount with the one file ``disk``, below a loop device, fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from faults.trouble import trials
 from faults.trouble.mount import NAME
 from harness.in_memory import FSYNC, WRITE
 
-#: What a file system says whose device fails: some turn read-only, or refuse everything.
+#: The errors of a file system whose device fails: some turn read-only, or refuse everything.
 ERRORS = (errno.EIO, errno.EROFS, errno.ENOSPC, errno.ENODEV, errno.EUCLEAN)
 
 
@@ -42,7 +42,7 @@ def _devices(run: Run, kind: str) -> None:
                         mount.ask(arm=[code], at=at, once=once, errno=error)
                         came = play(scene, point)
                         ended = trials.badly(came, point, ERRORS)
-                    # What was not written by then is not written by the unmounting either.
+                    # Data that was not written by now is not written by the unmount either.
                     struck = mount.ask(heal=True)["came"]
                     run.count("failed" if came.failure else "went on" if struck else "had no such call")
                     with disks.mounted(device, point, kind):

@@ -1,4 +1,4 @@
-"""Writes that move fewer bytes than asked for."""
+"""Writes that move fewer bytes than requested."""
 
 from faults.of_tests import row
 from faults.row import Row

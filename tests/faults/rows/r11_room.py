@@ -1,4 +1,4 @@
-"""No room: for pages, for names, or within a quota; and files that may not grow."""
+"""No space for pages, for names, or within a quota; and files that may not grow."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE = 4096
-#: What writes here alone, so that the limit is met here.
+#: The scenes that write only to the limited place, so that they meet its limit.
 HERE = tuple(each for each in SCENES if each is not Copies)
 STEP = 64 * PAGE
-#: Pages without which btrfs cannot even take the limit away.
+#: Spare pages, without which btrfs cannot even remove the limit.
 SPARE = 16
 BALLAST = "ballast"
 
 
 class Room(NamedTuple):
-    """A mount, of which all is taken but so much, and given back.
+    """A mount whose space, names or quota can be filled except for a given amount, and freed.
 
     Attributes:
-        point: where.
-        most: so much is enough for each scene; 0 where that depends on the bytes of a state.
-        take: leaves so much.
-        give: gives all back.
+        point: the mount point.
+        most: an amount that is enough for each scene; 0 if that depends on the bytes of a state.
+        take: fills the mount and leaves a given amount.
+        give: frees everything that ``take`` took.
     """
 
     point: Path
@@ -54,7 +54,7 @@ def _pages(kind: str, size: int, options: str = "") -> Iterator[Room]:
         def take(left: int) -> None:
             about = os.statvfs(point)
             taken = about.f_bfree * about.f_frsize - left * PAGE
-            # A file system that has less than it says has it all taken as far as it goes.
+            # A file system may have less than it reports: then fill as much as it accepts.
             for less in range(0, taken, STEP):
                 with path.open("wb") as file, contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), 0, taken - less)
@@ -85,7 +85,7 @@ def _quota(kind: str, size: int) -> Iterator[Room]:
             subprocess.run(command, check=True, capture_output=True)
 
         def take(left: int) -> None:
-            # What is written goes to the account when it is on the disk.
+            # Writes count towards the quota when they are on the disk.
             os.sync()
             shown = subprocess.run(
                 ["btrfs", "qgroup", "show", "--raw", "-f", str(point)], check=True, capture_output=True, text=True
@@ -136,14 +136,14 @@ def _room(run: Run) -> None:
             run.done(wrong and f"{trials.about(run, scene)}, {name}, {left} left: {wrong}")
             _emptied(room.point)
     if run.trials >= 100 and not all(run.details.get(f"{name}: refused") for name in ROOMS):
-        raise AssertionError(f"some were never full: {run.details}")
+        raise AssertionError(f"some mounts were never full: {run.details}")
 
 
 def _limits(run: Run) -> None:
     draw, point = run.draw, run.place / "here"
     while run.made < run.trials:
         scene = trials.drawn(draw, HERE)
-        # Some of them in whole pages or sectors.
+        # Some limits are whole pages or sectors.
         limit = draw.randrange(int(1.1 * scene.nbytes) + 10_000) // (unit := draw.choice((1, 1, 512, PAGE))) * unit
 
         def before(limit: int = limit) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint that change where it lies."""
+"""Bytes of a checkpoint change on the storage."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import random
 
 PAGE = 4096
-#: What happens to a file; bits flip more often than the rest.
+#: The changes of a file; flipped bits are more frequent than the others.
 WAYS = ("a bit", "a bit", "a bit", "a byte", "cut short", "a page of zeros", "a page elsewhere", "longer")
 
 
 def altered(data: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """What a disk may make of a file: how, and its bytes."""
+    """Return a change that a disk may make to a file: its description, and the new bytes."""
     how = draw.choice(
         ("a bit", "a bit", "a bit", "a byte", "cut short", "a page of zeros", "a page elsewhere", "longer")
     )
@@ -56,7 +56,7 @@ def _wrong(path: Path, state: dict[str, object], engine: str) -> str:
 
 def _flips(run: Run) -> None:
     draw = run.draw
-    # In memory: nobody waits for a disk.
+    # The files are in memory, so that no trial waits for a disk.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder, "step")
         while run.made < run.trials:
@@ -73,7 +73,7 @@ def _flips(run: Run) -> None:
                 file.write_bytes(whole[file])
                 run.done(wrong and f"seed {run.seed}, {file.name}, {how}, {engine}: {wrong}")
             if not same(fastckpt.load(path), state):
-                raise AssertionError("what was put back does not load")
+                raise AssertionError("the restored checkpoint does not load")
 
 
 ROWS = [
@@ -82,7 +82,7 @@ ROWS = [
         "changed bytes",
         "No load returns values other than those that were saved.",
         "random bits, bytes and pages of every file are changed, moved or removed",
-        "the checkpoint loads again once its bytes are put back",
+        "the checkpoint loads again once its bytes are restored",
         run=_flips,
         fast=1000,
         nightly=100_000,

@@ -1,4 +1,4 @@
-"""What a disk or a network does to bytes."""
+"""A disk or a network alters bytes."""
 
 from faults.of_tests import row
 from faults.row import Row
@@ -32,7 +32,7 @@ ROWS = [
         "altered messages",
         "A bit that flips between two ranks is an error on both, and nothing is committed.",
         "one flipped bit of a message or of a value in the store, in saves and loads of ranks",
-        "the number of the message that was altered is told",
+        "the number of the altered message is reported",
         **row(("tests/ranks/test_altered.py",)),
         mutants=(
             "message-sum",
@@ -44,7 +44,7 @@ ROWS = [
         "replicas",
         "A tensor whose copies differ between ranks is refused by name before anything is committed.",
         "one rank has different values",
-        "copies that are equal are saved",
+        "equal copies are saved",
         **row(("tests/ranks/test_replicas.py",)),
         mutants=("replicas",),
     ),
@@ -53,7 +53,7 @@ ROWS = [
         "fallback",
         "A run continues from the newest whole checkpoint, with a warning; retention does not count damaged ones.",
         "the newest checkpoint of a run is damaged",
-        "the run goes on from it when it is whole",
+        "the run continues from the newest checkpoint if that is whole",
         **row(
             (
                 "tests/manager/test_manager.py::test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step",

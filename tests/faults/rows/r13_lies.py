@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
     from faults.served import Mount
 
-#: Those whose bytes have checksums that a load compares: files beside the tensors have none.
+#: The scenes whose bytes have checksums that a load compares: files beside the tensors have none.
 SUMMED = tuple(each for each in SCENES if each not in (GivenFiles, SingleFiles))
 
 
 def _after_lies(scene: Scene, point: Path, came: Played) -> str:
-    """What is wrong with what is there, or nothing: a failure is right, and other values are not."""
+    """Return the fault of the checkpoints, or an empty string: errors are allowed, and wrong values are not."""
     if came.ended or not {"OSError", "CheckpointError"} & set(came.failure.get("kinds", ["OSError"])):
         return f"{came.ended}{came.failure.get('trace', '')}"
     try:
@@ -37,7 +37,7 @@ def _after_lies(scene: Scene, point: Path, came: Played) -> str:
 
 
 def _loaded(scene: Scene, point: Path) -> str:
-    """How a load ends: ``right``, ``failed``, or what is wrong with it."""
+    """Return how a load ends: ``right``, ``failed``, or its fault."""
     try:
         number = scene.found(scene.path(point, 1))
     except (OSError, CheckpointError):

@@ -1,4 +1,4 @@
-"""Files from somebody else."""
+"""Files from an attacker."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from faults.row import Row, Run
 
 
 def fuzz(run: Run) -> None:
-    """A share of the executions for each target of libFuzzer, which goes on with what it has kept."""
+    """Give each target of libFuzzer an equal share of the executions; it continues with its saved inputs."""
     command = ["scripts/fuzz", "--runs", str(run.trials), "--seed", str(run.seed)]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     executed = [int(each) for each in re.findall(r"stat::number_of_executed_units: *(\d+)", done.stderr)]
@@ -56,7 +56,7 @@ ROWS = [
         "paths that lead out",
         "Nothing outside the checkpoint is opened, and opening never waits.",
         "names with dots, and links, FIFOs and devices in place of files",
-        "the trace of the opens",
+        "the system calls that open files are traced",
         **row(
             (
                 "tests/core/test_hostile.py::test_shard_names",

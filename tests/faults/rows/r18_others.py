@@ -9,7 +9,7 @@ ROWS = [
         "modes",
         "Files have mode 0666 and directories 0777, less the umask, or the mode of what they replace.",
         "four umasks, setgid directories, checkpoints with restricted modes",
-        "the modes of a plain program",
+        "the modes are compared with those of a plain program",
         **row(
             (
                 "tests/core/test_commit.py::test_modes_follow_the_umask",
@@ -22,7 +22,7 @@ ROWS = [
     Row(
         19,
         "two savers",
-        "If several savers use one path, one wins whole, and the others get a warning or an error.",
+        "If several savers use one path, it holds one whole checkpoint; the other savers get a warning or an error.",
         "savers stopped before a system call while a rival commits; two at once, killed",
         "each saver succeeds alone",
         **row(
@@ -53,7 +53,7 @@ ROWS = [
         "leftovers",
         "The next save sweeps leftovers of dead savers, and no save touches the workspace of a live one.",
         "killed or stopped savers of other containers, PID namespaces, hosts and boots",
-        "a workspace is there before the sweep",
+        "a workspace exists before the sweep",
         **row(
             (
                 "tests/core/test_commit.py::test_leftovers_of_the_dead_are_swept_and_nothing_else",

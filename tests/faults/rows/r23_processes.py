@@ -9,7 +9,7 @@ ROWS = [
         "preemption",
         "A preempted run saves within its grace period, or abandons the save cleanly, and passes the signal on.",
         "SIGTERM and other signals in saves, evaluations and waits",
-        "without a signal the run goes on",
+        "without a signal, the run continues",
         **row(("tests/manager/test_preemption.py",)),
     ),
     Row(

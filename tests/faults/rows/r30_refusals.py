@@ -1,4 +1,4 @@
-"""A machine that refuses."""
+"""A machine that refuses system calls, memory or files."""
 
 import sys
 from functools import partial
@@ -7,8 +7,8 @@ from faults import of_tests
 from faults.of_tests import row
 from faults.row import Row
 
-#: Tests in which the backend, who one is, or the home directory has a say, but for those that are this row already, run
-#: on several ranks, or take a file system of their own.
+#: Tests that depend on the backend, the user or the home directory, except tests that are in this row, run on several
+#: ranks, or need a file system of their own.
 SUITE = (
     *(f"tests/core/test_{name}.py" for name in ("border", "commit_protocol", "from_device", "layers", "rank_engines")),
     "tests/api",
@@ -31,7 +31,7 @@ SUITE = (
 
 
 def suite(kind: str, fault: str) -> Row:
-    """The tests on such a machine. Those that need what it refuses are skipped, and counted."""
+    """Return the row of the tests on a restricted machine. Tests that need what it refuses are skipped, and counted."""
     under = (sys.executable, "-m", "harness.refused", kind, "--")
     options = ("-n", "2", "--dist", "worksteal")
     return Row(
@@ -47,15 +47,15 @@ def suite(kind: str, fault: str) -> Row:
 
 
 ROWS = [
-    suite("EPERM", "io_uring_setup answers EPERM, by seccomp"),
-    suite("ENOSYS", "io_uring_setup answers ENOSYS, by seccomp"),
+    suite("EPERM", "io_uring_setup returns EPERM, by seccomp"),
+    suite("ENOSYS", "io_uring_setup returns ENOSYS, by seccomp"),
     suite("user", "an ordinary user without capabilities, RLIMIT_MEMLOCK 0, a read-only home"),
     Row(
         30,
         "no io_uring",
         "If the kernel refuses io_uring, threads write, and the report says so once.",
         "seccomp (EPERM, ENOSYS), locked memory, ordinary users",
-        "without a refusal the ring runs",
+        "without a refusal, io_uring is used",
         **row(("tests/core/test_fallback.py",)),
     ),
     Row(

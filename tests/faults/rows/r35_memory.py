@@ -11,7 +11,7 @@ from faults.row import Row, Run
 
 
 def _passed(run: Run, command: list[str], **more: str) -> list[int]:
-    """How many tests of each program of Rust have passed that a script runs. A failure is a violation."""
+    """Run a script, and return how many tests passed in each Rust program that it runs. A failure is a violation."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -28,12 +28,12 @@ def _passed(run: Run, command: list[str], **more: str) -> list[int]:
 
 
 def sanitized(run: Run) -> None:
-    """The tests of the core."""
+    """Run the tests of the core."""
     run.done(trials=sum(_passed(run, ["scripts/sanitize"])))
 
 
 def orders(run: Run) -> None:
-    """The scenes, each in so many drawn orders, and what is tried in full."""
+    """Run the scenes, each in a number of drawn orders, and those that are tried in full."""
     passed = _passed(run, ["scripts/interleavings"], FASTCKPT_ORDERS=str(run.trials))
     run.done(trials=sum(passed[:1]) * run.trials)
     run.count("tried in full", sum(passed[1:]))
@@ -55,7 +55,7 @@ ROWS = [
         "orders of threads",
         "The mail of ranks, the pool of workers and the counters never deadlock, and never show partial updates.",
         "shuttle draws random thread orders; loom tries all with up to three preemptions, and all delays of stores",
-        "a wake-up, a fence or a condition that is left out is found",
+        "a missing wake-up, fence or condition is detected",
         orders,
         fast=0,
         nightly=10_000,

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHANCES = (0.05, 0.2, 0.5)
-#: In every third trial nothing comes through any more after at most so many requests.
+#: In every third trial, an outage begins after at most this many requests.
 OUTAGE, LATEST = 3, 30
-#: Bytes of a state: in one request, or in parts.
+#: Bytes of a state, which is sent in one request or in parts.
 SIZES = (5_000, 300_001, 12_000_000)
 SAVES = 3
 FAILURES = (OSError, CheckpointError)
 
 
 class Store:
-    """The programs of a trial, and what was acknowledged. Each has a place of its own in the store."""
+    """The programs of a trial, and the acknowledged saves. Each trial has a separate place in the store."""
 
     def __init__(self, place: Path, url: str, nbytes: int) -> None:
         self.place, self.url, self.nbytes = place, url, nbytes
         self.begun = self.acknowledged = 0
 
     def copies(self, proxy: Proxy) -> str:
-        """A checkpoint goes to the store and comes back."""
+        """Copy a checkpoint to the store and back; return the fault, or an empty string."""
         fastckpt.save(numbered(1, self.nbytes), self.place / "source")
         self.begun = 1
         with failing():
@@ -48,23 +48,23 @@ class Store:
         proxy.fail(0, 0)
         if wrong := wrong or self.loaded(least=self.acknowledged):
             return wrong
-        # Once more, which finds all or a part of it there.
+        # Copy again: the store has the whole checkpoint or a part of it.
         fastckpt.copy(self.place / "source", self.url)
         fastckpt.copy(self.url, self.place / "back")
         return self.loaded(least=1) or ("" if which(fastckpt.load(self.place / "back"), self.nbytes) == 1 else "other")
 
     def loaded(self, least: int) -> str:
-        """What is wrong with a load; it may fail where nothing need be there."""
+        """Return the fault of a load, or an empty string; the load may fail if ``least`` is 0."""
         try:
             found = which(fastckpt.load(self.url), self.nbytes)
         except FAILURES as error:
-            return f"it is not there: {error}" if least else ""
+            return f"it does not load: {error}" if least else ""
         except AssertionError as error:
             return str(error)
         return "" if found == 1 else f"{found} is there"
 
     def runs(self, proxy: Proxy) -> str:
-        """A run drains its saves to the store, and another one begins with what is there."""
+        """Let a run drain to the store, and another run continue from there; return the fault, or an empty string."""
         with failing(), fastckpt.Manager(self.place / "run", remote=self.url, remote_keep=2) as run:
             for number in range(1, SAVES + 1):
                 self.begun = number
@@ -73,7 +73,7 @@ class Store:
                     run.wait()
                     self.acknowledged = number
         with failing():
-            # What it cannot read it skips, with a warning.
+            # A restore skips checkpoints that it cannot read, with a warning.
             if wrong := self.restored(0, "ignore"):
                 return wrong
         proxy.fail(0, 0)
@@ -86,7 +86,7 @@ class Store:
         return self.restored(self.begun)
 
     def restored(self, least: int, warned: Literal["error", "ignore"] = "error") -> str:
-        """What is wrong with what a node with an empty disk restores."""
+        """Return the fault of a restore on a node with an empty disk, or an empty string."""
         empty = self.place / "empty"
         with warnings.catch_warnings():
             warnings.simplefilter(warned)
@@ -99,7 +99,7 @@ class Store:
 
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
-    """What happens here may fail, as a program expects it of a network."""
+    """Allow failures inside, as a program expects them of a network."""
     with contextlib.suppress(*FAILURES):
         yield
 

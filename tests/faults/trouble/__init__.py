@@ -1,1 +1,1 @@
-"""Storage that fails or lies during a program's saves: the exceptions, and the state afterwards."""
+"""Storage that fails or lies during a program's saves, and checks of the exceptions and of the state afterwards."""

@@ -1,13 +1,13 @@
-"""A mount whose k-th call fails or lies; its files are in memory. It removes open files like NFS: they stay in their
-directory, under another name, until they are closed.
+"""A mount whose k-th call fails or lies; its files are in memory. It removes open files as NFS does: an open file stays
+in its directory under another name until it is closed.
 
 ``python -m faults.trouble.mount POINT`` mounts it at ``POINT``, and ends when it is unmounted. A line of standard input
-is a request in JSON, and is answered by a line:
+is a request in JSON, and gets one line as an answer:
 
 - ``{"reset": true}``: forget all files; no process may have anything open here.
-- ``{"image": PATH}``: the file ``disk`` has the content of that one.
-- ``{"arm": [CODES], "at": K, "errno": N, "once": BOOL}``: the K-th call with one of these codes fails, and those after
-  it unless ``once``. With ``"lie": HOW`` in place of ``errno``, it reports success but does something else.
+- ``{"image": PATH}``: the file ``disk`` gets the content of the file at that path.
+- ``{"arm": [CODES], "at": K, "errno": N, "once": BOOL}``: the K-th call with one of these codes fails, and without
+  ``once`` so do later calls. With ``"lie": HOW`` in place of ``errno``, a call reports success but does something else.
 - ``{"heal": true}``: no more failures; ``{"came": N, "counts": {CODE: N}}`` has failures since ``arm`` and calls.
 """
 
@@ -42,7 +42,7 @@ class Troubled(in_memory.Tree):
         self.counts: Counter[int] = Counter()
         self.came = 0
         self.draw = random.Random(0)
-        #: How often a file is open; the place of an open file that was removed.
+        #: How often each file is open, and the place of each open file that was removed.
         self.opens: Counter[int] = Counter()
         self.hidden: dict[int, tuple[int, bytes]] = {}
 
@@ -54,13 +54,13 @@ class Troubled(in_memory.Tree):
             self.came += struck
         self.counts[code] += 1
         if struck and "errno" in self.armed:
-            raise OSError(self.armed["errno"], "as the test says")
+            raise OSError(self.armed["errno"], "the test injected this error")
         if struck:
             return self.lie(code, number, body)
         return super().answer(code, number, body)
 
     def lie(self, code: int, number: int, body: memoryview) -> bytes:
-        """Answer a write or a read as if nothing had happened."""
+        """Reply to a write or a read as if it had succeeded."""
         how, draw = self.armed["lie"], self.draw
         _, at, size, _ = MOVE.unpack_from(body)
         pages = max(1, len(self.nodes[number].data) // PAGE)
@@ -79,7 +79,7 @@ class Troubled(in_memory.Tree):
         if how == "a bit":
             asked[40 + draw.randrange(size)] ^= 1 << draw.randrange(8)
             return told(code, number, memoryview(asked))
-        # The file gets the length as if it had been written.
+        # The file gets the length that the write would give it.
         data = self.nodes[number].data
         before = bytes(data[at : at + size]).ljust(size, b"\0")
         kept = size // 2 if how == "a part" else 0
@@ -110,7 +110,7 @@ class Troubled(in_memory.Tree):
         return super().on_names(code, number, body)
 
     def hide(self, directory: int, name: bytes) -> None:
-        """Give an open file that is about to lose this name another one beside it."""
+        """Give an open file that is about to lose this name another name in the same directory."""
         node = self.nodes[directory].children.get(name)
         if node is not None and self.opens[node.number] > 0 and node.number not in self.hidden:
             hidden = b".nfs%08x" % node.number

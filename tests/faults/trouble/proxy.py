@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-#: The faults of a request. If an answer is lost, the server has handled the request, and gets it again.
+#: The faults of a request. If an answer is lost, the server handled the request; the client repeats it.
 FAULTS = ("lost", "answer lost", "twice", "throttled", "failed", "cut", "late")
 REFUSALS = {"throttled": (503, "SlowDown"), "failed": (500, "InternalError")}
-#: More requests than there are.
+#: More requests than any program sends.
 NEVER = 1 << 60
 #: The longest delay, in seconds.
 LATEST = 0.5
@@ -46,14 +46,14 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, name="proxy", daemon=True).start()
 
     def fail(self, chance: float, seed: float, outage: int = NEVER) -> None:
-        """From now on each request is struck with this probability, drawn by the seed; after ``outage`` requests,
-        nothing gets through any more."""
+        """From now on, let each request fail with this probability, drawn by the seed; after ``outage`` requests, let
+        no request through."""
         with self._lock:
             self._chance, self._left = chance, outage
             self._draw.seed(seed)
 
     def fault(self) -> tuple[str, float]:
-        """The fault of the next request, if any, and a number from 0 to 1."""
+        """Return the fault of the next request, if any, and a number from 0 to 1."""
         with self._lock:
             self._left -= 1
             if self._left < 0:

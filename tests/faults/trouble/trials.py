@@ -1,4 +1,4 @@
-"""The common part of the rows of failing storage: a scene is drawn and played, and its outcome is judged."""
+"""The common part of the rows of failing storage: draws and plays a scene, and judges its outcome."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
     from faults.row import Run
 
-#: Trials of one scene after it was played without a fault, which counts the calls.
+#: The trials of one scene after it was played without a fault to count its calls.
 EACH = 8
 SIZES = (5_000, 60_000, 300_001)
 
 
 def drawn(draw: random.Random, scenes: tuple[type[Scene], ...] = SCENES) -> Scene:
-    """One of the scenes."""
+    """Draw one of the scenes."""
     return draw.choice(scenes)(draw.choice(SIZES), draw.choice(ENGINES))
 
 
 def about(run: Run, scene: Scene) -> str:
-    """The description of the trial."""
+    """Return a description of the trial."""
     return f"seed {run.seed}, {type(scene).__name__} of {scene.nbytes} by {scene.engine}"
 
 
 def badly(came: Played, point: Path, errors: Collection[int]) -> str:
-    """The fault of a program's end, or nothing: it may raise these system errors, with a path."""
+    """Return the fault of a program's end, or an empty string: it may raise these system errors, with a path."""
     failure = came.failure
     if came.ended or not failure:
         return came.ended
@@ -46,15 +46,15 @@ def badly(came: Played, point: Path, errors: Collection[int]) -> str:
 
 
 def looked_at(scene: Scene, came: Played, point: Path, errors: Collection[int], *, swept: bool = True) -> str:
-    """What is wrong with how it ended, or with what is there now that nothing fails any more."""
+    """Return the fault of the program's end, or of the checkpoints once nothing fails, or an empty string."""
     return badly(came, point, errors) or there(scene, point, came.begun, came.acknowledged, swept=swept)
 
 
 def undisturbed(scene: Scene, point: Path) -> float:
-    """Play it where nothing fails: the control. Returns how long it takes, in seconds.
+    """Play the scene where nothing fails, as a control. Return how long it takes, in seconds.
 
     Raises:
-        AssertionError: it fails.
+        AssertionError: the scene fails.
     """
     began = time.monotonic()
     came = play(scene, point)
@@ -66,7 +66,7 @@ def undisturbed(scene: Scene, point: Path) -> float:
 
 @contextlib.contextmanager
 def served(place: Path) -> Iterator[Mount]:
-    """The mount that fails."""
+    """Yield the mount that fails."""
     point = place / "troubled"
     point.mkdir()
     mount = Mount(str(point), "faults.trouble.mount")
