@@ -203,7 +203,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
     DOORS[door](state(), path)
 
 
-#: Wrong options of a record of options, and the error.
+#: For each record of options: wrong arguments, and the error that each raises.
 REFUSED = {
     fastckpt.IO: [
         ({"engine": "fast"}, ValueError, "engine must be one of auto, uring, threads, direct, buffered, not 'fast'"),

@@ -183,11 +183,11 @@ def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
     def save():
         assert fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy)).result(60).tensors == count
 
-    best = 1.0
-    for _ in range(5):
-        best = min(best, held("fastckpt-save", save))
-    # The time is below 1 ms, and a little above on a busy machine.
-    assert best < 0.005, best
+    # The time is below 1 ms, and a little above on a busy machine, which may interrupt a try.
+    times = []
+    while not times or (times[-1] >= 0.005 and len(times) < 5):
+        times.append(held("fastckpt-save", save))
+    assert times[-1] < 0.005, times
 
 
 def test_a_held_gil_is_noticed():

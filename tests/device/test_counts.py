@@ -20,6 +20,8 @@ BATCH = 16 * MIB
 #: Calls for the remainder: one for each worker, and one more.
 THREADS = 2
 SPARE = THREADS + 1
+#: Numbers of 4 bytes in a small tensor: 10,000 of them fill a batch almost.
+EACH = 384
 
 
 @contextmanager
@@ -116,9 +118,9 @@ class TestCountsOnTheStandin(OnDevice):
     late = 0.0
 
     def many(self, count):
-        """Return ``count`` tensors of 256 bytes, and their common source."""
-        whole = torch.arange(count * 64, dtype=torch.int32)
-        return whole, dict(enumerate(whole.to(DEVICE).split(64)))
+        """Return ``count`` tensors of ``4 * EACH`` bytes, and their common source."""
+        whole = torch.arange(count * EACH, dtype=torch.int32)
+        return whole, dict(enumerate(whole.to(DEVICE).split(EACH)))
 
     def counted(self, call):
         before = faults.events, faults.transfers, sum(faults.host_waits.values()), faults.kernels
@@ -127,10 +129,10 @@ class TestCountsOnTheStandin(OnDevice):
         return result, [new - old for new, old in zip(after, before, strict=True)]
 
     @each("way", SAVES)
-    def test_60_000_small_tensors_are_gathered_to_save_them(self, way):
+    def test_10_000_small_tensors_are_gathered_to_save_them(self, way):
         _, warm = self.many(10)
         SAVES[way](warm, self.path / "warm")
-        whole, state = self.many(60_000)
+        whole, state = self.many(10_000)
         _, (events, transfers, waits, kernels) = self.counted(lambda: SAVES[way](state, self.path / "c"))
         # 15 MiB need a batch or two, and their ends.
         assert events <= 10, events
@@ -138,21 +140,21 @@ class TestCountsOnTheStandin(OnDevice):
         assert waits <= 10, waits
         assert kernels <= 30, kernels
         loaded = fastckpt.load(self.path / "c")
-        assert torch.equal(torch.cat([loaded[index] for index in range(60_000)]), whole)
+        assert torch.equal(torch.cat([loaded[index] for index in range(10_000)]), whole)
 
     @each("is_into", [False, True])
-    def test_60_000_small_tensors_are_spread_when_they_are_loaded(self, is_into):
-        whole = torch.arange(60_000 * 64, dtype=torch.int32)
-        fastckpt.save(dict(enumerate(whole.split(64))), self.path / "c")
-        target = torch.zeros(60_000 * 64, dtype=torch.int32, device=DEVICE)
-        into = dict(enumerate(target.split(64)))
+    def test_10_000_small_tensors_are_spread_when_they_are_loaded(self, is_into):
+        whole = torch.arange(10_000 * EACH, dtype=torch.int32)
+        fastckpt.save(dict(enumerate(whole.split(EACH))), self.path / "c")
+        target = torch.zeros(10_000 * EACH, dtype=torch.int32, device=DEVICE)
+        into = dict(enumerate(target.split(EACH)))
         options = {"into": into} if is_into else {"device": DEVICE}
         loaded, (events, transfers, waits, kernels) = self.counted(lambda: fastckpt.load(self.path / "c", **options))
         assert events <= 10, events
         assert transfers <= 10, transfers
         assert waits <= 10, waits
         assert kernels <= 30, kernels
-        found = target if is_into else torch.cat([loaded[index] for index in range(60_000)])
+        found = target if is_into else torch.cat([loaded[index] for index in range(10_000)])
         devices.synchronize()
         assert torch.equal(there(found), whole)
 

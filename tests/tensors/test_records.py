@@ -60,7 +60,7 @@ def test_dtypes(tmp_path, framework):
 
 @pytest.mark.states("structured array, `recarray`, raw bytes, `numpy.dtype`")
 def test_structured_arrays(trip):
-    large = rows(40_000)
+    large = rows(8_000)
     state = {
         "rows": rows(3, 4),
         "large": large,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _R = TypeVar("_R", bound=Report)
 
-#: The order of the phases. Communication counts as planning, and the wait for the slowest rank as commit.
+#: The order of the phases. Agreement counts as planning, and a save's wait for its slowest rank as commit.
 _PHASES = ("wait", "stage", "plan", "compare", "read", "exchange", "write", "fsync", "commit")
 
 

@@ -49,7 +49,7 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: For tensors filled in place, by identity: the module's Parameter or buffer; None if composed.
+        #: By the id of each tensor that was filled in place: the module's own Parameter or buffer; None if it has none.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}

@@ -112,7 +112,7 @@ class BackgroundSave:
         try:
             # The thread is not a daemon: the interpreter waits for it at exit, while everything still works.
             threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
-        except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
+        except RuntimeError as error:  # no further thread is allowed, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller finishes it: %s", self.pending.path, error)
             return False
         # The thread sets this itself when it runs, but the next save or drain needs it now.

@@ -355,7 +355,7 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
         if text(name) == ATTRIBUTED and not more:
             return 1, _attributed
         if more and (len(more) > 1 or type(more[0]) is not int or more[0] != 2):  # noqa: PLR2004 - value and attributes
-            raise ValueError("neither a value nor one with attributes")
+            raise ValueError("a type with neither one part (its value) nor two (its value and attributes)")
         return 1 + len(more), partial(_typed, builder, name)
     if tag == "datetime":
         return 1, partial(_values.decode_datetime, token, builder.zone)

@@ -336,7 +336,7 @@ def _apart(work: Callable[[], None]) -> None:
 
     try:
         threading.Thread(target=run, name="fastckpt-unpin").start()
-    except RuntimeError:  # the process may have no more threads, or is ending
+    except RuntimeError:  # no further thread is allowed, or the interpreter is ending
         run()
     except BaseException as error:  # noqa: BLE001 - raised below
         interrupt = error

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: This file does not exist. torch names it in its FileNotFoundError.
 NOT_HERE = "a checkpoint of fastckpt - load it with storage_reader=fastckpt.dcp.Reader() or call fastckpt.dcp.install()"
-#: torch's own writer uses the default of its version, and every version reads this one.
+#: The pickle protocol. torch's own writer uses the default of the running Python; every supported Python reads 4.
 _PROTOCOL = 4
 
 

@@ -170,7 +170,7 @@ def box_of(key: str, item: _torch.WriteItem, value: Any) -> tuple[Cut, Memory]:
 
     Raises:
         UnsupportedTypeError: the box cannot be stored.
-        ValueError: the tensor has other sizes than the item's box.
+        ValueError: the tensor's shape differs from that of the item's box.
     """
     about = item.tensor_data
     assert about is not None  # noqa: S101 - a tensor has it

@@ -66,7 +66,7 @@ pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item
 }
 
 fn no_place(Item { tensor, part, .. }: &Item) -> Error {
-    Error::Invalid(format!("part {part} of tensor {tensor} has no memory to be read to, or too little"))
+    Error::Invalid(format!("part {part} of tensor {tensor} has no memory to be read into, or too little"))
 }
 
 impl Slot {
