@@ -50,7 +50,7 @@ def glibc(elf: ELFFile) -> tuple[int, int]:
                     found = re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", version.name)
                     if found:
                         needed.append((int(found[1]), int(found[2])))
-                    elif version.name.startswith("GLIBC_"):  # GLIBC_PRIVATE, GLIBC_ABI_DT_RELR: no promise has them
+                    elif version.name.startswith("GLIBC_"):  # GLIBC_PRIVATE, GLIBC_ABI_DT_RELR: no tag promises these
                         needed.append((99, 0))
     return max(needed)
 

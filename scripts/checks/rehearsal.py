@@ -101,7 +101,7 @@ def guide(python: Path, where: Path, environment: dict[str, str]) -> Iterator[st
     homes = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in BORROWED}
     borrow = f"import sys, runpy, fastckpt; sys.path += {sorted(homes)}; runpy.run_path({program.name!r})"
     verify = [(python.parent / "fastckpt", "verify", path) for path in ("release", "runs/plain/step-00000120")]
-    again = (python, "-c", borrow)  # continues where it ended
+    again = (python, "-c", borrow)  # the second time, it continues where it ended
     for command in (again, again, *verify):
         done = _run(where, environment, *command)
         if done.returncode:

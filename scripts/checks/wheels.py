@@ -15,7 +15,7 @@ from pathlib import Path
 from checks import crates, elf, urls
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Bytes of one file that is published, at most.
+#: The most bytes that a published file may have.
 LARGEST = 5_000_000
 INFO = r"\w+-[\w.]+\.dist-info/"
 ABOUT = rf"{INFO}(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|licenses/LICENSE)"

@@ -62,6 +62,6 @@ def _entry(module: str, name: str, members: list[str]) -> list[str]:
     # A section of the docstring describes the fields.
     said = inspect.getdoc(value) or ""
     rest = [member for member in members if f"\n    {member}: " not in said]
-    # Records are returned, not made: where the docstring has no arguments, the signature is no promise.
+    # Records are returned, not made: where the docstring has no arguments, the signature is not a promise.
     lines = [f".. autoclass:: {module}.{name}{'' if 'Args:' in said else '()'}"]
     return lines + ([f"   :members: {', '.join(rest)}", "   :undoc-members:"] if rest else [])

@@ -91,7 +91,7 @@ def _relinked(page: str, places: dict[str, str], to: Path) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), match[0]))
         if path not in places and not (ROOT / path).is_file():
             return match[0]  # an address, or a broken link, which Sphinx reports
-        if path not in places:  # a picture, or a file to take along
+        if path not in places:  # a picture, or another file to copy
             copy = to / place(path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes((ROOT / path).read_bytes())

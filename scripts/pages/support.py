@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parents[2] / "docs" / "support.json"
-#: The possible results; ``part``: the row names the part that ran; ``no``: it is refused, or does not work.
+#: The possible results. ``part``: the row names the part that ran. ``no``: what it names is refused, or does not work.
 RESULTS = ("passed", "part", "failed", "not run", "no")
 
 _HEAD = """# What ran, and what did not

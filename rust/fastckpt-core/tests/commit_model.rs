@@ -2,8 +2,8 @@
 //! later saver, a sweeper, a loader and a user, with a kill at every step.
 //!
 //! **State**: a parent directory that gives names to directories, and processes that remember what they saw. One step
-//! is one operation on the file system (shards and the manifest's content are one, as are the last two of a removal).
-//! The search is breadth first over all interleavings, so that a counterexample is the shortest.
+//! is one operation on the file system. Writing shards and the manifest's content counts as one, as do the last two of
+//! a removal. The search is breadth first over all interleavings, so that a counterexample is the shortest.
 //! - A saver builds (`Workspace::create`, `furnish`: `Mkdir`, `Create`), looks at the target (`take_the_name`,
 //!   `taken_aside`: `Look` to `AdoptCarry`), takes its name (`replace`, `give_back`: `Swap` to `BackAgain`;
 //!   `replace_in_two_steps`: `Swap`, `Rename` to `TakenClaim`), and removes what it displaced (`leftovers::remove`: a

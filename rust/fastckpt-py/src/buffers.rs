@@ -31,10 +31,10 @@ pub(crate) fn content(
         return Err(misfit("save", index, nbytes, capacity));
     }
     if address != 0 || nbytes == 0 {
-        // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
-        // alive until the call returns, or for a rank's save its `close`; a save with a deadline, which may go on after
-        // that, holds what keeps it alive (`keep`) until it ends. No `Source` is read after that. Other threads may
-        // write to it meanwhile, the core never; one that resizes its storage breaks the contract (docs/design.md,
+        // SAFETY: Python passes the address and size of a contiguous host tensor. It keeps the tensor alive until the
+        // call returns, or in a rank's save until `close`. If a save with a deadline goes on after that, it holds what
+        // keeps the tensor alive (`keep`) until it ends. No `Source` is read later. Other threads may write to the
+        // tensor meanwhile, but not the core. A thread that resizes its storage breaks the contract (docs/design.md,
         // Memory). The core counts bytes from dtype and shape, and the count was compared with the size.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }

@@ -210,7 +210,7 @@ class Model:
                     new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # dead processes do not change
                     known.update(proc, op, mono, before)
-        # New operations join by their starts, once it is known which have ended: a monitor that starts late finds many.
+        # New operations join groups by start, once it is known which have ended: a monitor that starts late finds many.
         alike: defaultdict[tuple[str, int, str, int], list[Group]] = defaultdict(list)
         for group in self._groups if new else ():
             alike[group.shared].append(group)

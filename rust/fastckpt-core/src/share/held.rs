@@ -1,4 +1,4 @@
-//! A tensor, the ranks that have or want it, and which of these ranks give bytes to their writer. Pure.
+//! A tensor, the ranks that have or want it, and which of these ranks give bytes to the rank that writes. Pure.
 
 use std::ops::Range;
 

@@ -45,7 +45,7 @@ impl<'a> Finder<'a> {
         if self.grain == self.share.page {
             return range.start.max(data);
         }
-        // Multiples of the golden ratio's fraction are spread evenly.
+        // The fractional parts of multiples of the golden ratio are spread evenly.
         let fraction = (start / self.grain + shard as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let chosen = (u128::from(fraction) * u128::from(range.end - range.start)) >> 64;
         data.max(range.start + chosen as u64)
@@ -93,7 +93,7 @@ impl<'a> Finder<'a> {
                 let end =
                     |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
                 let order = &self.share.order[shard];
-                // Such a tensor exists: no bytes follow the last tensor of a file.
+                // A tensor ends after this byte: no bytes follow the last tensor of a file.
                 held = self.held(order[order.partition_point(|tensor| end(tensor) <= byte)])?;
             }
             let (domain, team) = self.teams.domain(&held, byte);
@@ -105,7 +105,7 @@ impl<'a> Finder<'a> {
                 at = next;
                 continue;
             }
-            // All grains before the last one are decided in the domain; the last one, in which the domain ends, may be.
+            // Each earlier grain has its deciding byte in the domain; the last grain, in which the domain ends, may.
             let last = down(domain.end, grain);
             let end = if last < next {
                 next

@@ -864,7 +864,7 @@ fn a_piece_that_several_want_is_sent_once_and_passed_on() {
         let mut peers: Vec<u32> = sent.iter().chain(&received).map(|message| message.peer).collect();
         peers.sort_unstable();
         peers.dedup();
-        // Its peers are the ranks with the other pieces of its copy, and the ranks with the other copies of its piece.
+        // The peers of a rank have the other pieces of its copy, or the other copies of its piece.
         assert!(peers.len() <= 7 + 3, "{} peers", peers.len());
         // A relay holds the bytes of one window after another.
         let windows = duties.relays.chunk_by(|one, next| one.phase == next.phase);

@@ -16,7 +16,7 @@ pub struct Array {
 
 // SAFETY: the caller of `new` promised exclusive access from any thread.
 unsafe impl Send for Array {}
-// SAFETY: nothing is read or written through it.
+// SAFETY: nothing is read or written through a shared reference.
 unsafe impl Sync for Array {}
 
 impl Array {

@@ -3,8 +3,8 @@
 //!
 //! A CRC is a remainder: the bytes are a polynomial over GF(2), divided by the polynomial of the CRC. Bytes followed by
 //! others may be multiplied by the power of x for their distance, modulo that polynomial, and added to the later bytes:
-//! the remainder stays. In the end, the bytes of one step are left, with the remainder of all. See Gopal et al., "Fast
-//! CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
+//! the remainder stays the same. In the end, the bytes of one step are left, with the remainder of all. See Gopal et
+//! al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::asm;
@@ -95,7 +95,7 @@ unsafe fn fold<const N: usize>(
     let past = len >= PAST && to.is_some_and(|to| to.addr().is_multiple_of(LANE));
     let mut sums = [[_mm512_setzero_si512(); LANES]; N];
     for at in (0..len).step_by(STEP) {
-        // SAFETY: `len` is a multiple of `STEP`, so the step from `at` on lies before `len`.
+        // SAFETY: `len` is a multiple of `STEP`, so the step that begins at `at` ends at or before `len`.
         let step = unsafe { read(from.wrapping_add(at)) };
         if let Some(to) = to {
             // SAFETY: likewise, and nothing else writes there, by the contract of this function. `past` is only true if
@@ -117,7 +117,7 @@ unsafe fn fold<const N: usize>(
     _mm_sfence(); // stores past the caches become visible before later stores of this thread
     sums.map(|sums| {
         let mut bytes = [0; STEP];
-        // SAFETY: `bytes` has a step.
+        // SAFETY: `bytes` has room for one step.
         unsafe { write(bytes.as_mut_ptr(), sums, false) };
         bytes
     })

@@ -66,8 +66,8 @@ impl FileMap {
             // SAFETY: the pages are those of the mapping, and neither advice changes their content.
             match unsafe { madvise(at, pages.len(), advice) } {
                 Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
-                // Every kernel supports the first advice, so it is the range that it refuses. A failing disk would then
-                // raise a signal.
+                // Every kernel supports the first advice, so the kernel refuses the range. If that were ignored, a
+                // failing disk would raise a signal.
                 Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
                 // Any other failure only means that pages are read at the first access, as before Linux 5.14.
                 _ => {}
@@ -123,7 +123,7 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[7; 8192]).unwrap();
         let map = FileMap::new(file.as_fd(), 8192).unwrap();
-        // Assumes smaller pages than the machine has, like code that assumes 4096 on a machine with 64 KiB pages.
+        // This assumes smaller pages than the machine has, like code that assumes 4096 on a machine with 64 KiB pages.
         let outcome = map.populate_pages(&(600..5000), 512);
         assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EINVAL));
         map.populate(&(600..5000)).unwrap();

@@ -1,4 +1,4 @@
-//! The caller's memory: of a tensor to save, and of the destination of a tensor to load.
+//! The caller's memory: the bytes of a tensor to save, and the destination of a tensor to load.
 
 use std::ffi::c_void;
 use std::hint::black_box;
@@ -16,7 +16,7 @@ pub(super) const MOST_VECTORS: usize = 1024;
 /// Memory to read, of the caller or of this crate. Its owner may write to it meanwhile, so there is no slice of it: a
 /// slice would promise the compiler that it does not change. Its bytes are copied, summed, or passed to the kernel.
 #[derive(Debug, Clone, Copy)]
-#[repr(C)] // as the kernel takes it
+#[repr(C)] // the layout of the kernel's `iovec`
 pub struct Bytes<'a> {
     base: *const u8,
     len: usize,
@@ -84,7 +84,7 @@ impl Bytes<'_> {
         // The compiler cannot see which function this is. If it knew that this is a copy, it could read the source a
         // second time where the copy is used, and the two reads could differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: the source is readable, and no `&mut` covers a byte of it, so not `to`, by the contract of `new`.
+        // SAFETY: by the contract of `new`, the source is readable, and no `&mut` covers a byte of it: `to` does not.
         // Where the source changes, the C library reads it as the processor does: the copy mixes old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
@@ -95,10 +95,10 @@ impl Bytes<'_> {
             return;
         }
         // SAFETY: the memory is readable by the contract of `new`. `update` only accepts a slice, and the promise that
-        // the bytes of a slice do not change cannot be kept here. It computes a number from them and keeps no
+        // the bytes of a slice do not change cannot be kept here. `update` computes a number from them and keeps no
         // reference. Whatever it reads, once or twice, it stays within the slice, and within tables that have an entry
         // for each byte. So the number for changing bytes may belong to no bytes that ever existed, and nothing else is
-        // wrong. A save that wrote them sums them again (`Assembler::has_changed`).
+        // wrong. A save that wrote such bytes sums them again (`Assembler::has_changed`).
         digest.update(unsafe { std::slice::from_raw_parts(self.base, self.len) });
     }
 }

@@ -110,8 +110,8 @@ impl<T: Payload> Ring<T> {
         self.slots[slot] = Some(InFlight { payload, _vectors: vectors });
         self.in_flight += 1;
         // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload that is now in
-        // `slots`. It stays there until its completion is reaped, even when the ring is dropped. None of them moves
-        // with it (all are behind pointers).
+        // `slots`. The payload stays there until its completion is reaped, even when the ring is dropped. If it moves,
+        // they do not (all are behind pointers).
         if unsafe { self.inner.submission().push(&entry) }.is_err() {
             self.slots[slot] = None;
             self.in_flight -= 1;

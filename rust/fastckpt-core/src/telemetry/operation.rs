@@ -100,7 +100,7 @@ impl Operation {
     #[must_use]
     pub fn begin(kind: Kind, path: &Path, call: Call, environment: &Environment) -> Self {
         let late = call.at.map_or(0, |at| u64::try_from(at.elapsed().as_nanos()).unwrap_or(0));
-        let [begin, begin_real] = [now(), time_of_day()].map(|at| at.saturating_sub(late)); // a segment takes a while
+        let [begin, begin_real] = [now(), time_of_day()].map(|at| at.saturating_sub(late)); // making a segment is slow
         let (segment, number, id) = process::take_operation(environment);
         let slot = segment.operations.get(number as usize).unwrap_or(&UNSEEN.operations[0]);
         let operation = Self {

@@ -44,7 +44,7 @@ def ansi(theme: str) -> bool:
 
 def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool) -> str:
     """The theme for a terminal if the user has chosen none."""
-    bright = environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")  # its background: `0;15`
+    bright = environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")  # the background is last: `0;15`
     wanted = ["textual-light" if bright else "textual-dark"]
     if sixteen:
         wanted = ["ansi-light" if bright else "ansi-dark", "textual-ansi", *wanted]

@@ -96,7 +96,7 @@ def plot(
     glyphs = frame.glyphs
     scale = axis(max(_HEADROOM * target, *written, *read, _LEAST), height)
     columns = [_column(pair, scale.top, height, frame) for pair in _padded(written, read, cells)]
-    at = target / scale.top * height  # in lines from below
+    at = target / scale.top * height  # in lines above the bottom
     target_row = min(math.ceil(at) - 1, height - 1) if target > 0 else -1
     quarter = min(int((at - target_row) * len(glyphs.level)), len(glyphs.level) - 1)
     lines = []
