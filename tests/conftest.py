@@ -21,8 +21,8 @@ from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 # trains. The thread library reads the variable once, when torch is imported, here and in all processes of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Drawn tests draw the same values each time, so that a failure comes from the current change. FASTCKPT_TEST_DRAWS=new
-# draws anew, and hypothesis prints how to repeat a draw.
+# Tests with drawn values draw the same ones each time, so that a failure comes from the current change.
+# FASTCKPT_TEST_DRAWS=new draws anew, and hypothesis prints how to repeat a draw.
 with contextlib.suppress(ImportError):  # scripts/gpu installs no packages
     from hypothesis import settings
 

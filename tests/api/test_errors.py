@@ -341,7 +341,7 @@ def _several(path):
     (path / ".step-11.tmp" / manifest.NAME).write_bytes(b"{")
 
 
-#: Name: the function that makes it, its description in the error, and whether `fastckpt import` reads it.
+#: By foreign file: the function that makes it, its description in the error, and whether `fastckpt import` reads it.
 FOREIGN = {
     "torch": (_torch_file, "a file of torch.save", True),
     "torch before 1.6": (_old_torch_file, "a file of torch.save", True),

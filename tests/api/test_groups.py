@@ -158,7 +158,7 @@ CASES = {
     "no-name": ({"model": {"": ONE}, "": TWO}, "auto", [""], [""]),
     "key-without-a-name": ({"": {"w": ONE}, "o": TWO}, "", ["w"], ["o"]),
     "dots": ({"a.b": {"w": ONE}, "ab": {"w": TWO}}, "a.b", ["w"], ["ab.w"]),
-    # The model's file would hold a tensor that is not the model's under the name of a model tensor.
+    # A tensor outside the model has a name with the model's prefix, so the whole state counts as the model.
     "clash": ({"model.w": TWO, "model": {"w": ONE}}, "auto", ["model.w", "model.w~1"], None),
     "no-second-choice": ({"model.x": TWO, "model": {"w": ONE}, "module": {}}, "auto", ["model.w", "model.x"], None),
     "not-utf-8": ({"\ud800": {"w": ONE}, "o": TWO}, "\ud800", ["w"], ["o"]),

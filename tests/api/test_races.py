@@ -10,7 +10,7 @@ import pytest
 
 import fastckpt
 
-SAVES = 200  # by each saver at least, which goes on until its standard input is closed
+SAVES = 200  # at least, for each saver: it goes on until its standard input is closed
 SAVER = """
 import select, sys
 import numpy as np

@@ -204,7 +204,7 @@ def test_both_checksums_of_a_tensor_decide(tmp_path):
 def test_a_base_whose_files_nobody_vouches_for_is_read(tmp_path):
     state = fine_tune()
     fastckpt.save(state, tmp_path / "base")
-    # The copy's files have other times than the manifest records.
+    # The times of the copy's files differ from those in the manifest.
     shutil.copytree(tmp_path / "base", tmp_path / "copy", copy_function=shutil.copyfile)
     body = manifest.body_of(tmp_path / "base")
     del body["saved"]["files"]

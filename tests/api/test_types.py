@@ -117,7 +117,7 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
         members = [public, *vars(public).values()] if inspect.isclass(public) else [public]
         for member in members:
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            # Skips methods that CPython generates for a named tuple: from 3.14 on, their types cannot be resolved.
+            # Skips methods that CPython generates for a named tuple: since 3.14, their types cannot be resolved.
             ours = getattr(function, "__module__", "").partition(".")[0] == "fastckpt"
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
                 # CPython 3.10 takes a dataclass's KW_ONLY mark for a type, and cannot resolve it.

@@ -543,7 +543,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
             interrupt = functools.partial(interrupted, before=before)
             with points.replaced(place, interrupt), pytest.raises(KeyboardInterrupt):
                 fastckpt.save_async(numbered(1), tmp_path / "c", io=fastckpt.IO(lazy=True))
-            # A thread other than the main one, in which code below a signal handler is no special case.
+            # A thread other than the main one, in which code below a signal handler is not a special case.
             drained = []
             thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.background.drain(60)))
             thread.start()

@@ -39,7 +39,7 @@ class Gates:
         self.changed = threading.Condition()
         self.permits = 0
         self.open = True
-        #: Pieces of this save that are not copied; None before the copy begins.
+        #: The number of pieces of this save that are still to be copied; None before the copy begins.
         self.left = 0
         real_stage, real_hold = Staging.stage, PendingSave._hold_step
 

@@ -173,7 +173,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_backgr
     assert pending.progress().phase == "writing"
     write.set()
     report = pending.result(60)
-    # Only the wait in the step, the wait before it, and the call count.
+    # The stall consists of the call, the wait before the step, and the wait in the step.
     assert 0.3 <= report.stall <= called + waited
     assert report.stall < report.seconds
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()

@@ -363,7 +363,7 @@ def test_parts_beyond_the_deadline_of_all_do_not_run(gpu):
         ("def test_a(self): self.fail()\n    def test_b(self): 1 / 0", "failed", "1 failures, 1 errors"),
         ("@unittest.skip('no such thing')\n    def test_a(self): pass", "not run", "all were skipped: no such thing"),
         ("def test_a(self): os.abort()", "failed", "killed by SIGABRT"),
-        ("pass", "failed", None),  # from Python 3.12 on, unittest itself fails
+        ("pass", "failed", None),  # since Python 3.12, unittest itself fails
     ],
 )
 def test_what_unittest_prints_is_understood(gpu, monkeypatch, tmp_path, body, status, reason):

@@ -31,7 +31,7 @@ MB = 10**6
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
-# Saves a state that would take days on a slow storage, and reports when the first file exists.
+# Saves so slowly that the save would take days, and reports when the first file exists.
 ENDLESS = """
 import os, sys, threading, time
 import numpy as np, fastckpt
@@ -236,7 +236,7 @@ def test_large_states_and_several_ranks_stay_within_the_limits(spec):
         done = running.exec("python3", "-c", SAVE, "/checkpoints/large", str(400 * MB), seconds=280)
         assert done.returncode == 0, f"exit {done.returncode}, {running.groups.killed} killed: {done.stderr}"
         told = json.loads(done.stdout)
-        # The peak has the state, the staging memory of a save (96 MiB), and the interpreter.
+        # The peak includes the state, the staging memory of a save (96 MiB), and the interpreter.
         assert told["peak"] < 400 * MB + (96 << 20) + 120 * MB, told
         ranks = [
             running.start(
@@ -492,7 +492,7 @@ def test_the_page_names_tests_that_exist():
     named = set(re.findall(r"`(test_\w+)`", page))
     assert named
     assert [name for name in sorted(named) if f"def {name}(" not in here] == []
-    # Each row of advice has whether it was tried.
+    # Each row of advice says whether the advice was tried.
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| advice", "| ---"))]
     assert rows
     assert [row for row in rows if "`test_" not in row and "not tested" not in row] == []

@@ -41,7 +41,7 @@ def test_killed_at_any_call_it_is_old_or_new_and_the_next_one_goes_on(children, 
     calls = attempt(children, tmp_path / "log", source, target)
     assert value_at(target) == 1
     _check_order(calls, target)
-    # strace counts for each thread.
+    # strace counts the calls of each thread separately.
     most = Counter((call.name, call.pid) for call in calls)
     reused = set()
     for (name, _), count in most.items():

@@ -404,7 +404,7 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
     assert {"openat", "fsync", "fdatasync", "renameat2"} <= kills.keys(), kills
     assert {"unlink", "unlinkat"} & kills.keys(), kills
     print(f"{engine}: kills at system calls: {sum(kills.values())}: {kills}")
-    # Now first saves, without an old checkpoint.
+    # Now kill first saves, which have no old checkpoint.
     path = parent / "fresh"
     first_kills = 0
     for call in ("openat", "fdatasync", "fsync", "renameat2"):

@@ -56,7 +56,7 @@ def test_two_clients(pair, scenario):
     getattr(two_machines, scenario)(*places, logs)
 
 
-# The last bytes of a file that does not end on a page go through another handle than the others.
+# The last bytes of a file that does not end on a page go through a different handle than the others.
 STATE = {"a": np.arange(3_000_001), "b": np.ones(5, np.uint8)}
 
 

@@ -428,7 +428,7 @@ def number_cases():
 NUMBERS = number_cases()
 
 
-#: Other ends of ways that are allowed if load() raises CorruptCheckpointError. verify ignores the structure.
+#: Other errors that a way may raise if load() raises CorruptCheckpointError. verify ignores the structure.
 ALSO = {"into": {"StructureMismatchError"}, "strided": {"StructureMismatchError"}, "keys": {"KeyError"}}
 #: The ways that read the same things as load().
 ALIKE = tuple(way for way in ways.WAYS if way != "verify")
@@ -629,7 +629,7 @@ def test_texts_that_are_no_manifest(children, forged, tmp_path):
     end = in_turn(children, path, tmp_path, list(cases.values()), whats=list(cases), sealed=False, rotate=True)
     assert end["bad"] == []
     odd = {what: kind for what, kind in zip(cases, end["ends"], strict=True) if kind != "CorruptCheckpointError"}
-    # Only a prefix with another version gives another error; `"yes"` and similar values are no versions.
+    # Only a prefix with another version gives another error; `"yes"` and similar values are not versions.
     assert odd == {}
     assert not mark.exists()
     assert end["grown"] < GROWTH
@@ -967,7 +967,7 @@ def test_structures(children, forged, tmp_path, place):
         raws.append(manifest.seal(changed))
         whats.append(what)
     if place == "metadata":
-        # Metadata may name no tensor. load() does not read it, so the test does.
+        # Metadata must not name a tensor. load() does not read it, so the test does.
         (tmp_path / "cases.json").write_text(
             json.dumps([{"what": what, "bytes": raw.hex()} for what, raw in zip(whats, raws, strict=True)])
         )

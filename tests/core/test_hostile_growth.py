@@ -336,7 +336,7 @@ MEMBERS = {
 }
 
 
-#: Bytes of memory for each of their bytes, in the core's reader, and in the portable one, whose empty lists take 56.
+#: Bytes of memory for each byte of these, in the core's reader, and in the portable one, whose empty lists take 56.
 OTHERS = 32 if os.environ.get("FASTCKPT_TEST_PORTABLE") else 12
 
 

@@ -9,7 +9,7 @@ import pytest
 from harness import nfs
 
 GUEST = Path(nfs.__file__).with_name("nfs_guest.py")
-# Scenarios by boot. A name before a colon is the host name of both machines; otherwise only the host name differs.
+# Scenarios by boot. A name before a colon is the host name of both machines; without one, their host names differ.
 BOOTS = {
     "rivals": [
         "trainer:different_names",

@@ -15,12 +15,12 @@ from harness.reports import with_report
 from harness.standin import faults
 
 MIB = 1 << 20
-#: The minimum bytes that one call of the core passes, except at the ends of files and of workers' shares.
+#: The fewest bytes that one call of the core passes, except at the ends of files and of workers' shares.
 BATCH = 16 * MIB
 #: Calls for the remainder: one for each worker, and one more.
 THREADS = 2
 SPARE = THREADS + 1
-#: Numbers of 4 bytes in a small tensor: 10,000 of them fill a batch almost.
+#: Numbers of 4 bytes in a small tensor: 10,000 such tensors almost fill a batch.
 EACH = 384
 
 

@@ -31,7 +31,7 @@ def same(one, other):
 before = {"model": {"weight": model.weight.detach().clone()}}
 """
 
-#: For each page, the small values here that replace the large ones there.
+#: For each page, its large values and the small ones that replace them in the tests.
 SMALLER = {
     "docs/distributed.md": {"50_304": "504", "4096": "16", "12_576": "126"},
     "docs/files.md": {"fastckpt:///shared/runs": "fastckpt://runs"},
@@ -64,8 +64,8 @@ if "async_stager" in inspect.signature(dcp.async_save).parameters:
     assert same(fastckpt.load("runs/step-3000"), before)
 """
 
-#: For each page and each program on it: the code before it, and the checks after it. Or the test that runs the program,
-#: which names the page; or, for a part of a program, the path of the program, which has the names of the part.
+#: For each page and each program on it: the code before it and the checks after it, or the test that runs it and names
+#: the page, or, if it is a part of a program, the path of that program, which has the names of the part.
 STAGES: dict[str, list[tuple[str, str] | str]] = {
     "README.md": [("", "assert report.bytes and same(state, before)")],
     "docs/async.md": [

@@ -42,7 +42,7 @@ from harness import points
 #: This is imported before any fork, because the first use imports more modules, a fifth of a second in each child.
 Manager = fastckpt.Manager
 PHASES = ("restore", "rollback", "save", "retention")
-#: The phases of a run with a remote tier: a drain and a fetch.
+#: Further phases of a run with a remote tier: a drain and a fetch.
 FAR = ("drain", "fetch")
 #: A message of the child, with branch and step: a phase begins, all newer checkpoints are about to be removed, a step
 #: is durable, or a step is durable in the remote tier.
@@ -50,7 +50,7 @@ MESSAGE = struct.Struct("=Bqq")
 KINDS = (*PHASES, *FAR, "discard", "acknowledged", "drained")
 #: The place (branch and step) before the first step.
 NOTHING = (0, 0)
-#: One round out of this many loses the local tier; has a preemption; goes back to an older step.
+#: One of LOST rounds loses the local tier, one of PREEMPTED has a preemption, one of BACK goes back to an older step.
 LOST, PREEMPTED, BACK = 8, 6, 3
 #: The longest time in seconds from the beginning of a phase to the kill; the same with several ranks or a store; and
 #: the longest time from the first kill to the next.

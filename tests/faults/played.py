@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from faults.crash.scenes import Scene
 
 MESSAGE = struct.Struct("=cq")
-#: A process that runs longer than these seconds hangs. If a server reports everything as stale, each read of a
+#: A process that runs longer than these seconds counts as hung. If a server reports everything as stale, each read of a
 #: checkpoint waits for 30 s.
 LONGEST = 300.0
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 GO_ON = 8
 #: One out of this many programs has several ranks.
 RANKS = 8
-#: The rules under which changes of names last in their order: then no leftovers may remain.
+#: The rules under which changes of names become durable in their order, so that no leftovers may remain.
 IN_ORDER = ("ordered", "all", "none")
 
 

@@ -79,7 +79,7 @@ class Oracle:
     def __init__(self) -> None:
         self.places: dict[str, Kept] = {}
         self.runs: dict[str, Run] = {}
-        #: Wrong findings that the program itself made.
+        #: Faults that the program itself found.
         self.wrong: list[str] = []
 
     def place(self, path: str) -> Kept:

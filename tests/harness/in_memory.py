@@ -31,7 +31,7 @@ UNANSWERED = (FORGET, INTERRUPT, BATCH_FORGET)
 # Several processes may write to one file directly at once, with requests of the full length.
 DIRECT, PARALLEL = 1 << 0, 1 << 6
 LONGEST = 1 << 20
-FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # reads, large writes and direct I/O at the same time; the longest request
+FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # parallel reads, large writes, parallel direct I/O, and a request limit
 
 
 @dataclass

@@ -66,7 +66,7 @@ def _table() -> tuple[int, ...]:
 
 
 TABLE = _table()
-#: For more bytes, the sum of one byte at a time (10 MB/s) takes too long for a test.
+#: Above this many bytes, a sum of one byte at a time (10 MB/s) takes too long for a test.
 MUCH = 4096
 _library = anycrc and anycrc.Model("CRC64-NVME")
 

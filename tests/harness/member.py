@@ -65,7 +65,7 @@ def serve(
     to another rank, or is ``apart`` from all ranks."""
     groups.here = channel
     _die_with_parent()
-    faulthandler.enable()  # prints its stack into the captured output of a failed test
+    faulthandler.enable()  # a crash prints its stack into the captured output of a failed test
     torch.set_num_threads(1)
     master = port == 0
     client = dist.TCPStore(

@@ -72,7 +72,7 @@ PROTECT = "fastckpt._tensors.device:_protect"
 #: A snapshot is written, and the callbacks of the pending save are called.
 WRITE_SNAPSHOT = "fastckpt._core:Snapshot.save"
 TELL_OF_END = "fastckpt._background.pending:PendingSave._call_back"
-#: A niceness is tried; the set of those that were tried.
+#: A niceness is tried, and the set of the values that were tried.
 TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tried"
 #: The module by which ``import`` starts the child that examines a file of torch.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"

@@ -49,7 +49,7 @@ class Faults:
     deaths: dict[int, tuple[int, bool]] = field(default_factory=dict)
     #: Rank -> the number of the request at which it stops, and for how long.
     stops: dict[int, tuple[int, float]] = field(default_factory=dict)
-    #: Rank -> the number of the request from which on it cannot reach the store, and for how long.
+    #: Rank -> the number of the request at which it is cut off from the store, and for how long.
     cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
     #: The share of a rank's values that are lost.
     loss: float = 0.0
@@ -310,11 +310,11 @@ class Job:
     call_of: Any = None
     #: (operation, rank): operations that a rank does not reach because of an error outside them.
     missed: set[tuple[int, int]] = field(default_factory=set)
-    #: How operations differ: by ``path``, by ``mark``, or not at all; ``value`` is a mark that is compared later.
+    #: How operations differ: by ``path``, by ``mark``, by ``value`` (a mark that is compared later), or not at all.
     apart: str = ""
     #: Whether ranks go on after an operation, and answer ranks that are late to the first operation.
     answers: bool = True
-    #: Operations that are waits -> rank -> the seconds from its start until the rank is ready.
+    #: Operations that are waits -> rank -> the seconds from the start of the wait until the rank is ready.
     waits: dict[int, dict[int, float]] = field(default_factory=dict)
     #: Whether all operations are restores, and the members of the group in which the ranks ask each other.
     restores: bool = False

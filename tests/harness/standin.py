@@ -424,7 +424,7 @@ class _Module:
                 stream.synchronize()
 
 
-# Device memory. Torch gets it by DLPack, which identifies kinds of devices by numbers.
+# Device memory. Torch gets it through DLPack, which identifies kinds of devices by numbers.
 
 
 class _Device(ctypes.Structure):

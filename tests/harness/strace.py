@@ -169,7 +169,7 @@ def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:
         seen += piece
 
 
-# strace delays a call by these microseconds, and releases it when strace ends.
+# strace delays a call by this many microseconds, and releases the call when strace ends.
 _FOR_EVER = 3600 * 10**6
 
 

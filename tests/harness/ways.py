@@ -19,7 +19,7 @@ OPERATIONS = {"into": 2, "strided": 2}
 #: Guard bytes before and after each target, which show a write beyond it.
 GUARD = 64 << 10
 _FILL = 0x5A
-#: From this length on, bytes are stored like tensors.
+#: Bytes of this length or more are stored like tensors.
 _LONG = 4096
 #: Targets larger than this, or nested more deeply, are not made.
 _LARGEST = 64 << 20

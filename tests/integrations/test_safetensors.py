@@ -687,7 +687,7 @@ def test_transformers_saves_by_the_door(tmp_path):
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 
 
-#: The tests of safetensors, except those of frameworks that are not installed. These demand that a CPU is refused.
+#: The tests of safetensors, except those of frameworks that are not installed. REFUSALS demand that a CPU is refused.
 THEIRS = ["simple", "pread_backend", "pt_comparison", "pt_model", "threadable", "multithreaded", "handle"]
 REFUSALS = ["works_from_any_backend", "requires_cuda", "device_overrides_the_handle"]
 PLUGIN = """

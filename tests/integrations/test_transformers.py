@@ -219,7 +219,7 @@ def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
     found = peft.get_peft_model_state_dict(model)
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
-    # The checkpoint is of another adapter.
+    # Turn the checkpoint into that of another adapter.
     state = fastckpt.load(path)
     name = next(iter(state["adapter_model"]))
     del state["adapter_model"][name]

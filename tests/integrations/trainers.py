@@ -157,7 +157,7 @@ def found(trainer, folder):
         "weights": weights,
         "spread": spread,
         "log": log,
-        # A resumed run adds losses in another order.
+        # A resumed run adds losses in a different order.
         "loss": round(loss, 9),
         "best": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
         "metric": trainer.state.best_metric,

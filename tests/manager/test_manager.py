@@ -606,7 +606,7 @@ def test_other_names(tmp_path):
     fill(tmp_path, [5], name="gpt.{step}.ckpt")
     assert [path.name for path in tmp_path.glob("gpt*")] == ["gpt.5.ckpt"]
     assert fastckpt.Manager(tmp_path, name="gpt.{step}.ckpt").steps() == [5]
-    # A directory with a name that the format does not make is no checkpoint of the run.
+    # A directory with a name that the format does not make is not a checkpoint of the run.
     (tmp_path / "gpt.05.ckpt").mkdir()
     (tmp_path / "gpt.6.ckpt").write_text("a file")
     (tmp_path / "gpt.7.ckpt").symlink_to("gpt.5.ckpt")

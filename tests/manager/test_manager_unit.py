@@ -516,7 +516,7 @@ def test_signals_that_a_call_has_told_need_no_question(tmp_path):
     for pending, expected in ([10], []), ([10, 12], [12]):
         ranks._skip, signals._pending[:] = 3, pending
         assert not ranks.passes(needed=False)
-        # Asking the ranks would check whether a policy wants the step.
+        # The ranks are not asked: the call has already told them of signal 10.
         agreed = boundary.ask("should_save", 5, None, 0.0)
         assert (agreed.signals, agreed.due, signals.called, urged) == ((10,), True, True, expected)
         assert (ranks.take_call(), ranks._skip) == (None, 0)

@@ -87,7 +87,7 @@ def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
     """One rank gets another signal, one gets it later; all pass on both. They ask once: no rank saved that step."""
     calls = {(1, 5): [signal.SIGUSR2], (3, 5): [signal.SIGUSR2, signal.SIGUSR1], (2, 6): [signal.SIGUSR1]}
     seen = four.run(train, tmp_path / "run", {"handlers": True, "calls": calls}, timeout=2 * TIMEOUT)
-    # They stop at the boundary after the last one that a rank had reached when it heard of the signal.
+    # The ranks stop at the boundary after the last one that a rank had reached when it heard of the signal.
     step = seen[0][1]
     assert step >= 5
     assert seen == [(signal.SIGUSR2, step, [signal.SIGUSR2], [2, step], ["steady: signal"])] * 4

@@ -14,7 +14,7 @@ from harness.draws import one_in
 from harness.simulated import Faults, Job, ViolationError, World
 
 STEP = one_in(6)
-#: Seconds allowed beyond the timeout: GRACE, and two polling intervals of a 20th of the timeout each.
+#: Seconds allowed beyond the timeout, not counting two polling intervals of a 20th of the timeout each.
 SLACK = protocol.GRACE + 3
 
 

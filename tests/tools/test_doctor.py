@@ -358,8 +358,8 @@ def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
     )
     try:
         assert child.stdout.readline() == b"ready\n"
-        # The first call after the directory is made, and a call of a save: the save first syncs the name of the empty
-        # directory in which it begins, and then its own files.
+        # fallocate comes first after the directory is made. The second fsync is in a save, which first syncs the name
+        # of the empty directory in which it begins, and then its own files.
         call, when = {"made": ("fallocate", 1), "saving": ("fsync", 2)}[moment]
         with strace.stopping(child.pid, tmp_path / "log", call, when) as stop:
             child.stdin.write(b"\n")

@@ -60,7 +60,7 @@ def test_the_package_itself_is_imported_by_tools_and_doors_alone(file):
 def test_no_module_of_ours_is_looked_up_in_sys_modules(file):
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        # These are the statements or expressions around each `sys.modules`.
+        # A node with such a part is a statement or expression around `sys.modules`.
         parts = [
             child for child in ast.iter_child_nodes(node) if ast.unparse(child) in ("sys.modules", "sys.modules.get")
         ]

@@ -496,8 +496,8 @@ def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixtur
 
 # --- published sizes --------------------------------------------------------------------------------------------------
 
-#: By model: published size, the most by which rounding changes it, shape, ZeRO stage, processes. 105 is rounded
-#: to 1 GiB and 5.29 to 10 GiB; 912 is eight nodes of a 114 that is rounded to 1; 18 is rounded to 1000.
+#: By model: published size in GiB, the most by which rounding changes it, shape, ZeRO stage, processes. 105 is rounded
+#: to 1 GiB, 5290 to 10 GiB, and 18000 to 1000 GiB; 912 is eight nodes of 114 GiB, each of which is rounded to 1 GiB.
 PUBLISHED = {
     "llama3-8b": (105, 0.5, (1, 1, 8), 3, 8),
     "llama3-70b": (912, 8 * 0.5, (8, 1, 8), 3, 64),

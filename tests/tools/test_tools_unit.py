@@ -87,7 +87,7 @@ def test_fractions_of_the_raw_device():
 @pytest.mark.parametrize(
     ("tier", "gpus", "save", "load", "met"),
     [
-        ("light", 2, 1.0, 1.0, (True, True)),  # 1 GB/s each, of 0.75 and 1
+        ("light", 2, 1.0, 1.0, (True, True)),  # 1 GB/s per GPU, of 0.75 to write and 1 to read
         ("light", 2, 1.4, 1.0, (False, True)),
         ("light", 2, 1.0, 1.01, (True, False)),
         ("medium", 1, 1.0, 1.0, (True, True)),  # two ranks for one GPU

@@ -92,7 +92,7 @@ def screen():
 
 def test_text_is_read_in_order_and_in_its_columns(screen):
     lines, svg = screen
-    plain = [re.sub("[─-◿⠀-⣿]", " ", line).rstrip() for line in lines]  # drawn, not text
+    plain = [re.sub("[─-◿⠀-⣿]", " ", line).rstrip() for line in lines]  # these are drawn as shapes
     assert [line.rstrip() for line in texts(svg)] == [line for line in plain if line]
 
 

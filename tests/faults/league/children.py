@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-#: Seconds after which a process hangs.
+#: Seconds after which a process counts as hung.
 HUNG = 60.0
 
 

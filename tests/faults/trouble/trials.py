@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from faults.row import Run
 
-#: The trials of one scene after it was played without a fault to count its calls.
+#: The number of trials of one scene, which is first played without a fault to count its calls.
 EACH = 8
 SIZES = (5_000, 60_000, 300_001)
 

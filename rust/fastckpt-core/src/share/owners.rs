@@ -105,7 +105,7 @@ impl<'a> Finder<'a> {
                 at = next;
                 continue;
             }
-            // Each earlier grain has its deciding byte in the domain; the last grain, in which the domain ends, may.
+            // The domain ends in the last grain, whose deciding byte may lie outside. Those of earlier grains are inside.
             let last = down(domain.end, grain);
             let end = if last < next {
                 next

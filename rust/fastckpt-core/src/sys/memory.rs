@@ -84,7 +84,7 @@ impl Bytes<'_> {
         // The compiler cannot see which function this is. If it knew that this is a copy, it could read the source a
         // second time where the copy is used, and the two reads could differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: by the contract of `new`, the source is readable, and no `&mut` covers a byte of it: `to` does not.
+        // SAFETY: by the contract of `new`, the source is readable, and no `&mut`, such as `to`, covers a byte of it.
         // Where the source changes, the C library reads it as the processor does: the copy mixes old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
