@@ -105,7 +105,7 @@ impl<'a> Finder<'a> {
                 at = next;
                 continue;
             }
-            // The domain ends in the last grain, whose deciding byte may lie outside. Those of earlier grains are inside.
+            // The domain ends in the last grain, whose deciding byte may be outside. Those of earlier ones are inside.
             let last = down(domain.end, grain);
             let end = if last < next {
                 next
