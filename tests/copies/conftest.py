@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
 FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
-#: These make two shards of the model, one shard beside it, an index and a config.json.
+#: This many numbers make two shards of the model, one shard beside it, an index and a config.json.
 NUMBERS = 150_000
 
 

@@ -254,7 +254,7 @@ def meanwhile(monkeypatch):
 
 
 def state_of(value):
-    # The core reads values that are not contiguous by callbacks.
+    # The core uses callbacks to read values that are not contiguous.
     return {"strided": np.ones((64, 64))[:, ::2], "value": value}
 
 

@@ -31,7 +31,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 INIT = Path(__file__).with_name("container_init.py")
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
 #: An arbitrary user id, as in some images. The limit of locked memory holds for a user on the whole machine,
-#: so each process that runs tests uses another id.
+#: so each process that runs tests uses its own id.
 USER = 40_000 + os.getpid() % 20_000
 
 # Starts in the container as root, then runs the program as the container's user.

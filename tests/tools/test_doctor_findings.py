@@ -698,7 +698,7 @@ def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
     )
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
     if how == "runtime":
-        # This user's saves cannot use the other directory.
+        # This user's saves cannot use /dev/shm.
         del environment["FASTCKPT_TOP_DIR"]
         environment["XDG_RUNTIME_DIR"] = str(tmp_path)
         code = code.replace(

@@ -139,7 +139,7 @@ def agrees(watch, report):
     assert proc.history[-1].dur_ns / 1e9 == pytest.approx(report["seconds"], rel=0.05)
 
 
-# One thread copies the small state before it would report any progress.
+# The copy of the small state, by one thread, ends before it would report any progress.
 @pytest.mark.parametrize(("way", "size"), [("async", SIZE), ("async", MB), ("lazy", SIZE), ("ranks", SIZE)])
 def test_the_copy_is_phase_stage_and_counts_as_time_of_the_save(program, watch, way, size):
     child = program(way, size)

@@ -393,7 +393,7 @@ def test_the_copy_of_an_asynchronous_save():
     assert (row.state, row.progress, model.main.progress, model.main.done) == ("STAGE", 0.4, 0.4, 0)
     assert "stage 40%" in lines.table(model)
 
-    # One of two ranks writes: the percentage is the copy's as long as the phase is the copy.
+    # One of two ranks writes already: while the phase is the copy, the percentage is that of the copy.
     ranks = [Rank(0), Rank(1).op(3 * GB, Phase.WRITE)]
     each(0, ranks[0], 4.0)
     model = look(Model(HIGH), 4.0, *ranks)

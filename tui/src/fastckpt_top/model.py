@@ -359,7 +359,7 @@ class Model:
             ended = [track for track in tracks if not track.running and not track.died]
             last = max(ended, key=lambda track: (not track.copies, track.end or 0.0), default=None)
             if last and (not shown or (all(track.copies for track in shown) and not last.copies)):
-                shown.append(last)  # beside a copy, the last save or load
+                shown.append(last)  # beside a copy, the last save or load is shown
             for track in sorted(shown, key=lambda track: track.op.op_id):
                 group = groups.get(track.key) or Group(track)
                 if id(group) not in fresh:
