@@ -214,7 +214,7 @@ def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved
                 ended = True
             except CutError:
                 pass
-        # Readers see the old checkpoint, then the new one, never none in between, nor a mixture (`visible` refuses one).
+        # Readers see the old checkpoint, then the new one, never none in between, nor a mixture (`visible` refuses it).
         order = [2, 1] if over else [None, 1]
         assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
         there = {file for file, size in zip(SHARDS, sizes, strict=True) if _has(objects, file, source)}

@@ -56,7 +56,7 @@ def main(told: Mapping[str, Any]) -> None:
     Path("/proc/sys/kernel/hostname").write_text(told["host"], encoding="ascii")
     os.chdir(at)
     libc = ctypes.CDLL(None, use_errno=True)
-    # After this call the old root is mounted over the new one, and is unmounted.
+    # The first call mounts the old root over the new one, and the second call unmounts it.
     if libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b".") != 0 or libc.umount2(b".", 2) != 0:  # MNT_DETACH
         raise OSError(ctypes.get_errno(), "pivot_root")
     os.chdir("/")

@@ -54,7 +54,7 @@ def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
             **{key: value for key, value in os.environ.items() if not key.startswith("FASTCKPT_")},
             "LD_PRELOAD": str(programs / "xstate.so"),
         }
-        # A separate session, which `timeout` ends as a whole, because each process inside is a process of this machine.
+        # `timeout` ends a separate session as a whole: each process inside is a process of this machine.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=variables, check=False, start_new_session=True
         )

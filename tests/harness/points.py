@@ -74,7 +74,7 @@ WRITE_SNAPSHOT = "fastckpt._core:Snapshot.save"
 TELL_OF_END = "fastckpt._background.pending:PendingSave._call_back"
 #: A niceness is tried, and the set of the values that were tried.
 TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tried"
-#: The module by which ``import`` starts the child that examines a file of torch.
+#: The module through which ``import`` starts the child that examines a file of torch.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"
 #: A safetensors file is opened, and its tensors are compared with their checksums.
 OPEN_TENSORS = "fastckpt.integrations.safetensors:_open"

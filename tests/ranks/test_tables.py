@@ -820,7 +820,7 @@ def _mismatches(path) -> None:
     value = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
     with pytest.raises(StructureMismatchError, match=r"\['s'\]"):
         load(path, {"s": value}, keys="s*")
-    # A rank omits a tensor that is spread over this rank.
+    # A rank omits a tensor that is spread over it, too.
     with pytest.raises(
         ValueError, match=r"^load: .*\n  \['a'\]: a DTensor over ranks 0, 1 on rank 0, no such on rank 1"
     ):

@@ -46,7 +46,7 @@ def wrong_installs(text):
                 continue
             if name not in projects() or not named <= projects()[name]:
                 found.append(word)
-                break  # or words of the text that follow
+                break  # otherwise the words of the text after it would be reported
     return found
 
 

@@ -93,7 +93,7 @@ def test_all_that_a_load_can_do(url, saved, monkeypatch):
     with pytest.raises(OSError, match=r'direct I/O.*over the network.*use io="auto"') as caught:
         fastckpt.load(url, io="direct")
     assert caught.value.errno == errno.EINVAL
-    monkeypatch.setenv("FASTCKPT_IO", "direct")  # the variable is for disks
+    monkeypatch.setenv("FASTCKPT_IO", "direct")  # the variable applies only to disks
     assert fastckpt.verify(url).ok
 
 

@@ -85,7 +85,7 @@ def test_tensors_share_mappings(nbytes):
     count = 3000
     before = mappings()
     kept = buffers(count, nbytes)
-    # Each mapping has 256 MiB, less than one tensor of which may be unused; malloc may add a few mappings.
+    # Each mapping has 256 MiB, of which less than one tensor's size may be unused; malloc may add a few mappings.
     assert mappings() - before <= count * nbytes / (224 * MIB) + 50
     assert {array.ctypes.data % 4096 for array in kept} == {(64 + i * nbytes) % 4096 for i in range(count)}
     # No byte belongs to two tensors.

@@ -247,7 +247,7 @@ def test_the_best_interval_is_the_maximum_of_the_expected_goodput(ratio: float) 
     cost, mttf = ratio * 7440, 7440.0
     best = best_interval(cost, mttf)
     assert best > cost
-    # Even if the curve is flat to the last digit, its derivative is not: (1 - (i - c) / m) exp(i / m) = 1.
+    # The curve may be flat to the last digit here, so its derivative is tested: (1 - (i - c) / m) exp(i / m) = 1.
     x, dump = best / mttf, cost / mttf
     assert dump - x - math.expm1(-x) == pytest.approx(0, abs=1e-15 + 1e-12 * dump)
     top = expected_goodput(best, cost, mttf, 60)
