@@ -302,7 +302,7 @@ def release(monkeypatch):
     """Return scripts/release as a module."""
     loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts" / "release"))
     release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # none beside a file without a suffix
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # no bytecode beside a file without a suffix
     loader.exec_module(release)
     return release
 
