@@ -14,7 +14,7 @@ from harness import cli, s3
 
 STATE = {"w": np.arange(4.0)}
 
-#: By the program that the error names (before the comma): the files and the directories (with a slash) of its checkpoint.
+#: By the program that the error names (before the comma): files and directories (with a slash) of its checkpoint.
 DIRECTORIES = {
     "torch.distributed.checkpoint": [".metadata", "__0_0.distcp"],
     "DeepSpeed": ["global_step7/", "latest", "zero_to_fp32.py"],
