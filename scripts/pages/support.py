@@ -21,7 +21,7 @@ For those who decide: on which systems fastckpt has run, when it last ran there,
 [Versions](compatibility.md) lists what is promised.
 
 `scripts/matrix --record` writes this page and its data, [support.json](support.json), for its own
-rows; the others are entered by hand. A row keeps its last run. **part**: only what the row names ran. **no**: refused.
+rows; the others are entered by hand. A row keeps its last run. **part**: the row names the part that ran. **no**: refused.
 """
 
 
