@@ -20,8 +20,8 @@ _HEAD = """# What ran, and what did not
 For those who decide: on which systems fastckpt has run, when it last ran there, and where nobody has tried it.
 [Versions](compatibility.md) lists what is promised.
 
-`scripts/matrix --record` writes this page and its data, [support.json](support.json), for its own
-rows; the others are entered by hand. A row keeps its last run. **part**: only what the row names ran. **no**: refused.
+`scripts/matrix --record` writes this page and its data, [support.json](support.json), for its own rows; the others
+are entered by hand. A row keeps its last run. **part**: the row names the part that ran. **no**: refused.
 """
 
 
