@@ -116,7 +116,7 @@ def rate(what: str, value: float | str) -> float:
     """A throughput in bytes per second: a number, or a string with a unit, as in ``273GB/s``.
 
     Raises:
-        ValueError: ``value`` is no throughput, or so small without a unit that another unit is meant.
+        ValueError: ``value`` is not a throughput, or is so small without a unit that another unit is meant.
     """
     result = _scaled(what, value, {"": 1.0, **{f"{unit}/s": scale for unit, scale in _BYTES.items() if unit}}, "")
     if result < LEAST_RATE and not _split(what, value)[1]:

@@ -260,7 +260,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch, or None; Unsupported for a tensor subclass that cannot be decomposed."""
+    """The function that describes a type of torch, or None; raises Unsupported if a subclass cannot be decomposed."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         reason = _why_not(kind)

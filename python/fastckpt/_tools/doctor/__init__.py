@@ -21,7 +21,7 @@ class Finding:
     """One problem, or one possible improvement.
 
     Attributes:
-        code: a stable name, such as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
+        code: a stable name, such as ``io_uring-seccomp``; ``docs/doctor.md`` lists all codes.
         level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than
             possible), ``note`` (information).
         text: the finding, in a sentence.

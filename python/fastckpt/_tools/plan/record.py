@@ -28,7 +28,7 @@ class Verdict:
         seconds: the duration of a checkpoint, which is that of the busiest GPU.
         restore_seconds: the time to read it back.
         interval: seconds from checkpoint to checkpoint, by the plan's rule.
-        goodput: the share of time that becomes kept training.
+        goodput: the share of time spent on training that no failure undoes.
         enough: whether it meets the request: the seconds if they were given, else the goodput.
         reason: the reason, in words.
     """
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """The share of time that becomes kept training, by Daly's complete cost function."""
+        """The share of time spent on training that no failure undoes, by Daly's complete cost function."""
         away = self.restart + self.restore_seconds
         return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
 
