@@ -69,7 +69,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     Args:
         what: the name of the quantity, for the error.
         value: a number, or a string of a number and a unit: ms, s, min, h, d, w, y.
-        least_bare: a number below this, without a unit, is an error: another unit is meant.
+        least_bare: a number below this, without a unit, is an error, because another unit is meant.
 
     Raises:
         ValueError: ``value`` is not a duration, or not more than 0.

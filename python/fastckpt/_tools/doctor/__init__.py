@@ -41,7 +41,7 @@ class Diagnosis:
     """The result of :func:`doctor`.
 
     Attributes:
-        status: 0 for all well, 1 for warnings, 2 if no checkpoint can be made: the command's exit status.
+        status: 0 for all well, 1 for warnings, 2 if no checkpoint can be made; also the command's exit status.
         verdict: the status in a sentence.
         engine: the engine of a save with ``io="auto"`` (or ``FASTCKPT_IO``) here: ``uring``, ``threads`` or
             ``buffered``.

@@ -82,11 +82,11 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node, and so its ranks.
-        max_in_flight: saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
+        max_in_flight: the most saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
         mttf_cluster: mean time to failure of the whole cluster instead.
-        goodput: the share of the time that training should get: the interval is ``(1 - goodput) * mttf``.
-        overhead: the share of time for which checkpoints may stop training: the interval is ``stall / overhead``.
+        goodput: the share of the time that training should get; the interval is then ``(1 - goodput) * mttf``.
+        overhead: the share of time for which checkpoints may stop training; the interval is then ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the next. Without any of these three, the best interval.
         write: total bytes per second that the storage writes.
         read: bytes per second that it reads; the same as ``write`` by default.

@@ -57,7 +57,7 @@ class Plan:
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
-        max_in_flight: saves in the background at a time.
+        max_in_flight: the most saves in the background at a time.
         shares: the bytes of each rank, the busiest first.
         write: total rate of writing during a checkpoint, bytes per second.
         read: total rate of reading during a restore, bytes per second.
@@ -68,7 +68,7 @@ class Plan:
         goodput_wanted: the requested share of time, or 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: the source of the interval, in words.
-        interval_goodput: the interval for the wanted goodput: ``(1 - goodput) * mttf``.
+        interval_goodput: the interval for the wanted goodput, ``(1 - goodput) * mttf``.
         interval_young: Young's interval plus the stall.
         interval_daly: Daly's interval plus the stall.
         interval_best: the exact minimum of Daly's model.

@@ -63,7 +63,7 @@ class Simulation:
 
     Attributes:
         cost: seconds for which a checkpoint stops training.
-        mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
+        mttf: mean time between failures of the cluster, for the formulas; the given one if lives are exponential, else
             the observed one.
         restart: the time from a failure until training continues.
         lag: the time from when training continues until the checkpoint is durable.
