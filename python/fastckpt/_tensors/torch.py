@@ -800,7 +800,7 @@ _NUMBERS = 624
 
 
 def decode_nested(_: Any, value: Any) -> Tensor:
-    """The nested tensor of its constituents, or of the tensors of which they are ranges."""
+    """The nested tensor made from its constituents, or from the tensors whose ranges they are."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
         constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
         if type(dtype) is not torch.dtype:

@@ -26,7 +26,7 @@ class Finding:
             possible), ``note`` (information).
         text: the finding, in a sentence.
         evidence: the facts behind it.
-        remedies: the remedies, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
+        remedies: what to change, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
     """
 
     code: str

@@ -93,7 +93,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         node_write: bytes per second that one node writes, measured there; the slower of the two counts.
         node_read: bytes per second that one node reads; the same as ``node_write`` by default.
         tier: ``light``, ``medium`` or ``high``: a rate per GPU instead of a speed. ``light`` if no speed is given.
-        target_seconds: the most seconds for a checkpoint: sets the required speed if no speed is given, else the limit
+        target_seconds: the most seconds for a checkpoint; sets the required speed if no speed is given, else the limit
             for the verdicts.
         stall: seconds for which a checkpoint stops training, if it is written in the background; by default its whole
             duration.
