@@ -72,7 +72,7 @@ class Asked:
 
 
 class Fill:
-    """Reads boxes into tensors; collects requests, and a mover for each request of a tensor without an address."""
+    """Reads boxes into tensors; collects requests, and a mover for each request that has no address."""
 
     def __init__(self, targets: Targets, reader: _core.Reader) -> None:
         self.targets = targets

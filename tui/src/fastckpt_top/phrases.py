@@ -63,7 +63,7 @@ def brief(row: Row) -> str:
 
 
 def terse(row: Row) -> tuple[str, ...]:
-    """`rank 6: 1.83/3.00 GB/s, disk 98 %`; after a fallback two texts, `rank 6: 1.83/3.00, disk[ 98 %], threads!`."""
+    """`rank 6: 1.83/3.00 GB/s, disk 98 %`; after a fallback `...3.00, disk 98 %, threads!` or `..., disk, threads!`."""
     rate = speed(row, "/")
     if not row.fallback:
         return (f"{row.name}{colon(rate, brief(row))}",)

@@ -45,7 +45,7 @@ class Window:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """Add the newest sample; start over if a counter (it has another owner) or the clock went back."""
+        """Add the newest sample; start over if a counter went back (it has another owner), or the clock did."""
         samples = self._samples
         if samples and (sample.mono < samples[-1].mono or sample.bytes < samples[-1].bytes):
             samples.clear()
