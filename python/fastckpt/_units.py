@@ -69,7 +69,7 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     Args:
         what: the name of the quantity, for the error.
         value: a number, or a string of a number and a unit: ms, s, min, h, d, w, y.
-        least_bare: a number below this, without a unit, is an error: another unit is meant.
+        least_bare: a number below this, without a unit, is an error, because another unit is meant.
 
     Raises:
         ValueError: ``value`` is not a duration, or not more than 0.
@@ -116,7 +116,7 @@ def rate(what: str, value: float | str) -> float:
     """A throughput in bytes per second: a number, or a string with a unit, as in ``273GB/s``.
 
     Raises:
-        ValueError: ``value`` is no throughput, or so small without a unit that another unit is meant.
+        ValueError: ``value`` is not a throughput, or is so small without a unit that another unit is meant.
     """
     result = _scaled(what, value, {"": 1.0, **{f"{unit}/s": scale for unit, scale in _BYTES.items() if unit}}, "")
     if result < LEAST_RATE and not _split(what, value)[1]:

@@ -225,7 +225,7 @@ def load(
     ranks: Any = None,
     **options: Unpack[LoadOptions],
 ) -> Any:
-    """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
+    """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it requests.
 
     Any number of ranks, or one process, may have written the checkpoint, with any sharding. The storage is read once
     for all ranks: each reads a share, and sends the others the bytes that they need. On one host, cached files are read
@@ -233,7 +233,7 @@ def load(
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
-            which each rank reads its own request.
+            which each rank reads what it requests.
         into: as for :func:`fastckpt.load`, with DTensors, ShardedTensors and :class:`Part` objects: each rank fills its
             part of them, and gets all other values. It may contain objects, too: modules, and optimizers, whose state
             is spread like their parameters; any other object gets its state with whole tensors. Ranks may request

@@ -31,7 +31,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class NotACheckpointError(CheckpointError):
-    """The path is no checkpoint of fastckpt: a file, or a directory without a manifest (``fastckpt.json``).
+    """The path is not a checkpoint of fastckpt: a file, or a directory without a manifest (``fastckpt.json``).
 
     The message names the likely format, and ``fastckpt import`` if that can convert it.
     """
@@ -48,7 +48,7 @@ class DeadlineError(CheckpointError, OSError):
     """Storage has not answered within ``IO(deadline=...)``, so the save was abandoned.
 
     ``filename`` is the file of the last call; the message names the call. The threads that wait for an answer, and
-    their memory, stay until it comes. (This is no ``TimeoutError``, which ends only a wait, while the save continues.)
+    their memory, stay until it comes. (This is not a ``TimeoutError``: that ends only a wait, and the save continues.)
     """
 
 

@@ -27,7 +27,7 @@ class Spread(NamedTuple):
         mesh: the size of each dimension of the mesh; empty if each of ``ranks`` has the tensor whole.
         placements: one for each dimension of the mesh.
         boxes: the explicit boxes of ranks, if any. The boxes of one rank are adjacent in its memory, which is
-            contiguous if there are several. The spread that a rank makes itself has only its own boxes.
+            contiguous if there are several. A spread that one rank makes has only the boxes of that rank.
     """
 
     ranks: tuple[int, ...]
@@ -74,7 +74,7 @@ def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int,
 def in_order(
     ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], orders: Mapping[int, Sequence[int]]
 ) -> Spread:
-    """The spread of a mesh whose dimensions cut a tensor in these orders, by the dimension of the tensor.
+    """The spread of a mesh whose dimensions cut each dimension of a tensor in the order that ``orders`` has for it.
 
     Dimensions of the mesh are reordered, so that each cuts the result of the previous ones.
     """

@@ -27,8 +27,8 @@ class Spreads:
         device_numbers: whether tokens of tensors on devices have the index of the device, which differs by rank.
 
     Attributes:
-        ranks: the argument.
-        device_numbers: the argument.
+        ranks: the argument of this name.
+        device_numbers: the argument of this name.
         found: the different spreads of the tensors so far; their numbers begin at 1.
     """
 

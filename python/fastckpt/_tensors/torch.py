@@ -260,7 +260,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch, or None; Unsupported for a tensor subclass that cannot be decomposed."""
+    """The function that describes a type of torch, or None; raises Unsupported if a subclass cannot be decomposed."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         reason = _why_not(kind)
@@ -800,7 +800,7 @@ _NUMBERS = 624
 
 
 def decode_nested(_: Any, value: Any) -> Tensor:
-    """The nested tensor of its constituents, or of the tensors of which they are ranges."""
+    """The nested tensor made from its constituents, or from the tensors whose ranges they are."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
         constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
         if type(dtype) is not torch.dtype:

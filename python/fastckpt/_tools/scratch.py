@@ -24,7 +24,7 @@ class _Ended(BaseException):
 
 
 class Signals:
-    """A context that raises SIGINT, SIGTERM and SIGHUP as an exception, or holds them while ``held``, and resends them.
+    """A context that makes SIGINT, SIGTERM and SIGHUP raise, or holds them while ``held``; at its end, it resends them.
 
     It handles only signals with their default effect, and only in the main thread: no other thread receives signals.
     """

@@ -86,7 +86,7 @@ class Boxes:
         answer: the result of :func:`decide_cuts`.
 
     Attributes:
-        spreads: for each cut, which ranks have which boxes of a tensor, for each mesh that has them.
+        spreads: for each cut, and for each mesh in it, which ranks have which boxes of a tensor.
     """
 
     def __init__(self, answer: list[Any]) -> None:

@@ -23,7 +23,7 @@ _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 
 class Entry(NamedTuple):
-    """One entry: the keys that lead to it, and its tokens. ``composed``: a tensor made of several."""
+    """One entry: the keys that lead to it, and its tokens. ``composed``: whether it is a tensor made from others."""
 
     path: tuple[str | int, ...]
     start: int

@@ -53,7 +53,7 @@ class Asked:
         given: the planner's tensor, detached if it is dense.
         target: the tensor to fill: ``given`` without the elements that it repeats.
         box: the box of the stored tensor to read.
-        number: the number of the stored tensor; None for one that is made of several.
+        number: the number of the stored tensor; None for one that is made from others.
         spots: devices and layouts of the memory that holds its elements, where it has addresses.
         value: the value to copy to it at the end; None if it is read directly.
         others: the targets that share memory with it.
@@ -72,7 +72,7 @@ class Asked:
 
 
 class Fill:
-    """Reads boxes into tensors; collects requests, and movers by number for tensors without an address."""
+    """Reads boxes into tensors; collects requests, and a mover for each request that has no address."""
 
     def __init__(self, targets: Targets, reader: _core.Reader) -> None:
         self.targets = targets
@@ -85,11 +85,11 @@ class Fill:
     def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
         """Request a box of a stored tensor with these tokens, for a tensor of the box's sizes.
 
-        A composed tensor is later passed to :meth:`give`.
+        A tensor that is made from others is later passed to :meth:`give`.
 
         Raises:
             StructureMismatchError: ``given`` is of another kind or has other sizes, or is partly requested but not
-                dense, or its elements share memory unlike in the checkpoint.
+                dense, or its elements share memory differently than in the checkpoint.
         """
         kind, sizes = _stored_kind(tokens[0])
         if _kind_of(given) != kind:
@@ -194,7 +194,7 @@ class Fill:
         self.requests.append(Request(index, 0, room, box))
 
     def give(self, asked: Asked, value: Any) -> None:
-        """Accept a composed tensor, whole, to be copied at the end.
+        """Accept a whole tensor that is made from others, to be copied at the end.
 
         Raises:
             StructureMismatchError: its scale, zero point or dtype differs from that of the tensor to fill.

@@ -51,7 +51,7 @@ class Reader(_torch.StorageReader):
 
     Dense tensors of any strides and dtype are filled. Sparse and quantised ones are filled from tensors of their kind,
     with the same scale and zero point. Tensors that share memory, like tied weights and views into one buffer, are
-    filled if the checkpoint has the same values for it; a tensor that overlaps itself is refused.
+    filled if the checkpoint has the same values for that memory; a tensor that overlaps itself is refused.
 
     Args:
         path: the checkpoint's directory; may be left out if ``dcp.load`` gets a ``checkpoint_id``.

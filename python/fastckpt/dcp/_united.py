@@ -5,9 +5,9 @@ Different numbers, strings and bytes are a warning: torch's DCP saves those of o
 times, counts and pickles, whose bytes vary with the identity of objects.
 
 A value is sent as its key, its rank, and the data to compare: its tokens, its tensors (:meth:`._values.Given.about`),
-and digests of its long bytes and tensors, if any; empty if the rank compares nothing. With the values, differences from
-the lowest rank with the value are sent: the key, what differs, and the first rank that differs. So no message grows
-with the ranks.
+and digests of its long bytes and tensors, if any (empty if the rank compares nothing). With the values, differences
+from the lowest rank with the value are sent: the key, what differs, and the first rank that differs. So no message
+grows with the ranks.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Writer(_torch.StorageWriter):
         ranks: the process group passed to ``dcp.save``, None for the default group, or a
             :class:`fastckpt.distributed.Ranks`. The process of ``async_save`` with ``AsyncCheckpointerType.PROCESS``
             has the group as its default group.
-        metadata: a state without tensors, which can be read separately; that of the coordinator.
+        metadata: a state without tensors, which can be read separately; the coordinator's is written.
         {options}
 
     ``files`` are read when the writer is made. The copies to compare are the tensors that several ranks passed to

@@ -48,8 +48,8 @@ class _Files(LocalFileSystem):  # type: ignore[misc]
 class FileSystem(_Files):
     """The local files, written by :func:`fastckpt.open_write` and read by :func:`fastckpt.open_read`.
 
-    fsspec also closes a file after an error. So a file does not get its path if it is closed while an exception is
-    handled that came after it was opened. A file of a transaction gets its path when the transaction is complete.
+    fsspec also closes a file after an error. So a file does not get its path if an exception arose after it was opened
+    and is being handled when it is closed. A file of a transaction gets its path when the transaction is complete.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.

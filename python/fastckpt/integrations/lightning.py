@@ -105,8 +105,8 @@ class CheckpointIO(TorchCheckpointIO):
     ``ModelCheckpoint`` saves in the background while training continues: training stops until the state is copied to
     the host, which needs no device memory. All other saves are complete when the call returns. Lightning removes a
     checkpoint only after all earlier saves are durable. Files of torch, URLs, and saves of the strategies FSDP and
-    ModelParallel (use :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap the plugin in Lightning's
-    ``AsyncCheckpointIO``.
+    ModelParallel (use :func:`fastckpt.dcp.install`) are handled as if there were no plugin. Do not wrap the plugin
+    in Lightning's ``AsyncCheckpointIO``.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. ``max_in_flight`` is 2 unless it is an
@@ -148,7 +148,7 @@ class CheckpointIO(TorchCheckpointIO):
             storage_options: not supported, must be None.
 
         Raises:
-            OSError: the storage failed, at an earlier save, too.
+            OSError: the storage failed, in this save or an earlier one.
             TypeError: there are ``storage_options``.
             UnsupportedTypeError: the state holds an object that is neither a tensor nor a plain value.
         """
@@ -191,7 +191,7 @@ class CheckpointIO(TorchCheckpointIO):
         Raises:
             CorruptCheckpointError: the checkpoint is damaged.
             FileNotFoundError: the checkpoint does not exist.
-            OSError: the storage failed, at an earlier save, too.
+            OSError: the storage failed, in this load or an earlier save.
         """
         self.teardown()
         return _load({"io": self._io}, super().load_checkpoint, path, *how, **more)  # type: ignore[no-any-return]

@@ -253,13 +253,13 @@ def safe_open(filename: Any, framework: str, device: Any = "cpu", *, backend: st
         verify: whether bytes are compared.
 
     Returns:
-        The object of safetensors, with ``prefetch`` of its version 0.9, even to the CPU (docs/files.md). If bytes are
-        not those that were written, it raises ``CorruptCheckpointError``.
+        The object of safetensors, with the ``prefetch`` of safetensors 0.9, even to the CPU (docs/files.md). If bytes
+        are not those that were written, it raises ``CorruptCheckpointError``.
 
     Raises:
         CorruptCheckpointError: the manifest of the checkpoint is damaged.
         FileNotFoundError: there is no such file.
-        safetensors.SafetensorError: the file is not one of safetensors, or an argument is wrong.
+        safetensors.SafetensorError: the file is not a safetensors file, or an argument is wrong.
 
     Example:
         >>> import fastckpt, numpy

@@ -50,7 +50,7 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
         background: whether training continues once the state is copied (:func:`fastckpt.save_async`), or only when the
-            checkpoint is durable, as it always does with readers: ``push_to_hub``, and callbacks with an ``on_save``.
+            checkpoint is durable, as it always does if ``push_to_hub`` or a callback with an ``on_save`` reads it.
 
     Returns:
         A context manager that ends the installation, as ``uninstall`` does. Otherwise it lasts as long as the process.

@@ -252,7 +252,7 @@ class TopApp(App[None]):
         self._say(f"job {text.clean(chosen.name or str(chosen.pid))}")
 
     def action_zoom(self) -> None:
-        """Let the graph show more time, or the least again after the most."""
+        """Let the graph show a longer time, or, after the longest, the shortest again."""
         now = self.ui.zoom_s if self.ui.zoom_s in ZOOMS else ZOOMS[0]
         self.ui.zoom_s = ZOOMS[(ZOOMS.index(now) + 1) % len(ZOOMS)]
         self._remember("zoom", self.ui.zoom_s)

@@ -39,7 +39,7 @@ def load(file: Path) -> tuple[dict[str, Any], str]:
         file: The file.
 
     Returns:
-        The known keys with valid values, and the problems with the rest; no file is no error.
+        The known keys with valid values, and the problems with the rest; a missing file is not a problem.
     """
     try:
         with file.open("rb") as opened:

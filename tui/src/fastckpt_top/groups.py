@@ -47,7 +47,7 @@ class Group:
     Attributes:
         team: The common feature of the ranks: their process group, or the job's name.
         kind: The kind, as a number of the segment.
-        label: Base name of the target.
+        label: Base name of the target path.
         step: Training step, -1 if unknown.
         copies: Whether it moves a checkpoint from one place to another.
         members: Process -> its track.

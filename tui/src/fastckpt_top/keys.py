@@ -15,7 +15,7 @@ class Key(NamedTuple):
     """A key.
 
     Attributes:
-        keys: Textual's names of it and of others that do the same; empty if another entry has them.
+        keys: Textual's names of the key and of others that do the same; empty if another entry has them.
         action: The action of `TopApp` that it calls.
         sign: Its label.
         does: Its effect, for the help; empty if another entry describes both.

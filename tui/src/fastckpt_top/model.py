@@ -84,7 +84,7 @@ class Model:
         past: History.
         problems: Files that could not be read, and why.
         places: Directories that were looked at.
-        snapshot: The last one, without the processes of other jobs than the wanted one.
+        snapshot: The last one; if one job is wanted, without the processes of the others.
     """
 
     def __init__(self, target: Target | None = None, gpus: int | None = None, job: str = "") -> None:

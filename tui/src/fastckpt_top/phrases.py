@@ -63,7 +63,7 @@ def brief(row: Row) -> str:
 
 
 def terse(row: Row) -> tuple[str, ...]:
-    """`rank 6: 1.83/3.00 GB/s, disk 98 %`; after a fallback `rank 6: 1.83/3.00, disk 98 %, threads!`, and shorter."""
+    """`rank 6: 1.83/3.00 GB/s, disk 98 %`; after a fallback `...3.00, disk 98 %, threads!` or `..., disk, threads!`."""
     rate = speed(row, "/")
     if not row.fallback:
         return (f"{row.name}{colon(rate, brief(row))}",)
@@ -72,14 +72,14 @@ def terse(row: Row) -> tuple[str, ...]:
 
 
 def hint(kind: str, op: str) -> str:
-    """The kind of the source."""
+    """What the source may be, ` (checksum or copy)`; empty for any other kind of wait."""
     if kind != "source":
         return ""
     return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
 
 
 def fallback(rows: Sequence[Row], lead: str = "", *, named: bool = True, past: bool = False) -> str:
-    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons, behind `lead`; empty without one."""
+    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons, after `lead`; empty without one."""
     rows = [row for row in rows if row.fallback]
     if not rows:
         return ""
@@ -144,7 +144,7 @@ def count(rows: Sequence[Row]) -> str:
 
 
 def still(op: NodeOp) -> list[str]:
-    """The groups that have not changed with a save."""
+    """The groups in which a save has found no change."""
     return [group for group, share in op.changed if share == 0]
 
 

@@ -153,7 +153,7 @@ def _read_lines(path: str) -> list[str]:
 
 
 class Replay:
-    """A recording being played, from its first operation on.
+    """A recording being played, starting with its first operation.
 
     Args:
         path: The recording.

@@ -180,8 +180,8 @@ class Row:
         refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
         step: Training step; None if unknown.
-        label: Base name of the target.
-        path: The target.
+        label: Base name of the target path.
+        path: The target path.
         device: Name of the device, else its number; empty if unknown.
         block_size: Bytes.
         queue_depth: Requests.
@@ -279,7 +279,7 @@ class NodeOp:
 
     Attributes:
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`.
-        label: Base name of the target.
+        label: Base name of the target path.
         step: Training step; None if unknown.
         running: Whether any rank is still working on it.
         phase: The least advanced phase of its running ranks; else `done`, `failed` or `died`.
@@ -366,7 +366,7 @@ class Job:
         active: Whether any of its operations runs.
         sentence: The most important fact about it now; None if there is none.
         since: Its place among all jobs, in the order in which they were first seen.
-        safe: By place, `local` and `remote`: the last save, and the last that a drain was seen to bring there.
+        safe: By place: at `local` the last save, at `remote` the last that a drain was seen to bring there.
     """
 
     key: str
@@ -406,13 +406,13 @@ class Checkpoint:
 
     Attributes:
         kind: `save`, `load`, `verify`.
-        label: Base name of the target.
+        label: Base name of the target path.
         step: Training step; None if unknown.
         start: Seconds since the epoch of the first rank's start.
         end: The same for the last rank's end.
         bytes: Bytes of all ranks.
         sync_s: Longest time in fsync and commit of a rank, seconds.
-        peak: Sum of the ranks' best seconds, bytes/s.
+        peak: Sum of the ranks' rates, each in the best second of the rank, bytes/s.
         engines: Engines that ran.
         error: errno name of the first failure, `failed` without one, `rank 3 died`; empty if all went well.
         fallback: errno name of the first fallback; empty if none.
@@ -422,7 +422,7 @@ class Checkpoint:
         team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still working on it.
         target: Its target in bytes/s while it ran; 0 if unknown.
-        whole: For a copy, whether it left a whole checkpoint at its target.
+        whole: For a copy, whether it left a whole checkpoint at its target path.
     """
 
     kind: str

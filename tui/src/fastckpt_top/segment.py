@@ -215,7 +215,7 @@ class Operation:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """The refused features, because of which another engine than the wanted one runs (`REFUSALS`)."""
+        """The refused features, because of which the engine is not the wanted one (`REFUSALS`)."""
         return tuple(name for flag, name in REFUSALS.items() if self.flags & flag)
 
     @property

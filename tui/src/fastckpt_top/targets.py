@@ -77,8 +77,8 @@ def parse(text: str, source: str) -> Target:
 
     Args:
         text: `light`, `medium`, `high`, a rate per GPU for both directions, or `save=RATE,load=RATE` (either may be
-            missing, which means no target), in upper or lower case. A rate is a number with a unit (`2.5GB/s`), or of
-            bytes/s.
+            missing, which means no target), in upper or lower case. A rate is a number with a unit (`2.5GB/s`), or a
+            number of bytes/s.
         source: The origin.
 
     Returns:
@@ -103,7 +103,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the current one, in a cycle of the tiers and of the command line's target if it is no tier."""
+    """The target after the current one, in a cycle of the tiers and the command line's target if that is not a tier."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

@@ -190,7 +190,7 @@ def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNIC
 
 
 def level(value: float, top: float, levels: int) -> int:
-    """The number of levels for a value, all of them for `top`; at least one above 0."""
+    """The number of levels for a value, all of them for `top`; at least one for a value above 0."""
     if top <= 0 or not value > 0:
         return 0
     return min(levels, max(1, round(value / top * levels)))
@@ -222,7 +222,7 @@ def rates(average: float | None, target: float) -> tuple[str, str]:
 
 
 def size(count: float | None) -> str:
-    """GB without the unit, one decimal from 10 GB on, none from 1000 GB on; '-' for unknown."""
+    """GB without the unit, one decimal at 10 GB or more, none at 1000 GB or more; '-' for unknown."""
     if count is None or not math.isfinite(count):
         return "-"
     value = count / GB
@@ -238,7 +238,7 @@ def percent(fraction: float | None) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """`mm:ss`, or `h:mm:ss` from one hour on; `--:--` for unknown."""
+    """`mm:ss`, or `h:mm:ss` for one hour or more; `--:--` for unknown."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return "--:--"
     whole = int(seconds)

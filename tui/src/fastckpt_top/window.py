@@ -45,7 +45,7 @@ class Window:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """Add the newest sample; after a counter (another owner) or a clock that went back, start over."""
+        """Add the newest sample; start over if a counter went back (it has another owner), or the clock did."""
         samples = self._samples
         if samples and (sample.mono < samples[-1].mono or sample.bytes < samples[-1].bytes):
             samples.clear()
@@ -71,7 +71,7 @@ class Window:
         return (self._still(chosen, newest) or chosen), newest
 
     def waits(self) -> tuple[Sample, Sample] | None:
-        """The same ends, but with known waits: only those of the first sample may be unknown."""
+        """Like `ends`, but with known waits: of all samples, only the first may have unknown ones."""
         ends = self.ends()
         if ends is None or ends[0].waits is not None:
             return ends

@@ -49,7 +49,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The next step.
+    """The next step, as the parent requests it.
 
     Attributes:
         operation: one of ``OPERATIONS``, or ``remove``.

@@ -96,7 +96,7 @@ def engine(rounds: Rounds) -> dict[str, Any]:
     """How an operation ran, over all ranks and rounds.
 
     Returns:
-        ``engines`` (how many times each), ``fallbacks`` (why another engine than the requested one ran, each once),
+        ``engines`` (how many times each), ``fallbacks`` (why the engine that ran was not the requested one, each once),
         ``threads`` (of a rank), ``paths`` (all blocks by I/O path and reason), ``copied`` (all bytes that the CPU
         copied), ``resident`` (the share of the files that was in the page cache before, or None).
     """

@@ -27,7 +27,7 @@ BY_NAME = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin
 
 
 def torch_for(operation: str, source: Path) -> Any:
-    """Return the module torch, or raise an error that it is required."""
+    """Return the module torch, or raise an error that says it is required."""
     try:
         from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
@@ -67,7 +67,7 @@ def refuse_growth(operation: str, source: Path, written: int, read: int) -> None
 
 
 def safetensors_for(operation: str, source: Path) -> ModuleType:
-    """Return the module safetensors with its part for torch, or raise an error that it is required."""
+    """Return the module safetensors with its part for torch, or raise an error that says it is required."""
     torch_for(operation, source)
     try:
         import safetensors.torch  # noqa: PLC0415 - an optional dependency

@@ -216,7 +216,7 @@ class Archive:
 
     Args:
         torch: the module.
-        content: the bytes of it, as an array over the mapping.
+        content: its bytes, as an array over the mapping.
 
     Raises:
         zipfile.BadZipFile: the content is not a zip file.

@@ -21,12 +21,12 @@ class Finding:
     """One problem, or one possible improvement.
 
     Attributes:
-        code: a stable name, such as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
+        code: a stable name, such as ``io_uring-seccomp``; ``docs/doctor.md`` lists all codes.
         level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than
             possible), ``note`` (information).
         text: the finding, in a sentence.
         evidence: the facts behind it.
-        remedies: the remedies, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
+        remedies: what to change, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
     """
 
     code: str
@@ -41,7 +41,7 @@ class Diagnosis:
     """The result of :func:`doctor`.
 
     Attributes:
-        status: 0 for all well, 1 for warnings, 2 if no checkpoint can be made: the command's exit status.
+        status: 0 for all well, 1 for warnings, 2 if no checkpoint can be made; also the command's exit status.
         verdict: the status in a sentence.
         engine: the engine of a save with ``io="auto"`` (or ``FASTCKPT_IO``) here: ``uring``, ``threads`` or
             ``buffered``.

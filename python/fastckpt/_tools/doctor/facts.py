@@ -40,7 +40,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     Args:
         directory: the directory for checkpoints.
         measured: whether to time reading and writing.
-        counted: whether these saves show in the live counters.
+        counted: whether the timed saves show in the live counters.
         root: the directory that contains ``/proc``, ``/sys`` and the like.
     """
     refuse_url("doctor", directory)

@@ -11,7 +11,7 @@ from fastckpt._cgroups import groups, local_ranks, memory_left, text_of
 
 
 def cpu(root: Path = Path("/")) -> dict[str, Any]:
-    """Return the number of cores, those of the affinity mask, the control group's quota in cores, and the ranks."""
+    """Return the numbers of cores, of those in the affinity mask and of local ranks, and the cgroup's quota (cores)."""
     return {
         "online": os.cpu_count(),
         "affinity": len(os.sched_getaffinity(0)),

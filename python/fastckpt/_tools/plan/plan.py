@@ -82,18 +82,18 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node, and so its ranks.
-        max_in_flight: saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
+        max_in_flight: the most saves in the background at a time, as for ``IO(max_in_flight=)``: each needs memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
         mttf_cluster: mean time to failure of the whole cluster instead.
-        goodput: the share of the time that training should get: the interval is ``(1 - goodput) * mttf``.
-        overhead: the share of time for which checkpoints may stop training: the interval is ``stall / overhead``.
+        goodput: the share of the time that training should get; the interval is then ``(1 - goodput) * mttf``.
+        overhead: the share of time for which checkpoints may stop training; the interval is then ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the next. Without any of these three, the best interval.
         write: total bytes per second that the storage writes.
         read: bytes per second that it reads; the same as ``write`` by default.
         node_write: bytes per second that one node writes, measured there; the slower of the two counts.
         node_read: bytes per second that one node reads; the same as ``node_write`` by default.
-        tier: ``light``, ``medium`` or ``high``: a rate for each GPU instead. ``light`` if no speed is given.
-        target_seconds: the most seconds for a checkpoint: sets the required speed if no speed is given, else the limit
+        tier: ``light``, ``medium`` or ``high``: a rate per GPU instead of a speed. ``light`` if no speed is given.
+        target_seconds: the most seconds for a checkpoint; sets the required speed if no speed is given, else the limit
             for the verdicts.
         stall: seconds for which a checkpoint stops training, if it is written in the background; by default its whole
             duration.

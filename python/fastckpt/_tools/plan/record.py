@@ -28,7 +28,7 @@ class Verdict:
         seconds: the duration of a checkpoint, which is that of the busiest GPU.
         restore_seconds: the time to read it back.
         interval: seconds from checkpoint to checkpoint, by the plan's rule.
-        goodput: the share of time that becomes kept training.
+        goodput: the share of time spent on training that no failure undoes.
         enough: whether it meets the request: the seconds if they were given, else the goodput.
         reason: the reason, in words.
     """
@@ -57,7 +57,7 @@ class Plan:
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
-        max_in_flight: saves in the background at a time.
+        max_in_flight: the most saves in the background at a time.
         shares: the bytes of each rank, the busiest first.
         write: total rate of writing during a checkpoint, bytes per second.
         read: total rate of reading during a restore, bytes per second.
@@ -68,7 +68,7 @@ class Plan:
         goodput_wanted: the requested share of time, or 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: the source of the interval, in words.
-        interval_goodput: the interval for the wanted goodput: ``(1 - goodput) * mttf``.
+        interval_goodput: the interval for the wanted goodput, ``(1 - goodput) * mttf``.
         interval_young: Young's interval plus the stall.
         interval_daly: Daly's interval plus the stall.
         interval_best: the exact minimum of Daly's model.
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """The share of time that becomes kept training, by Daly's complete cost function."""
+        """The share of time spent on training that no failure undoes, by Daly's complete cost function."""
         away = self.restart + self.restore_seconds
         return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
 

@@ -43,7 +43,7 @@ class Point:
     Attributes:
         name: the origin of the interval, or empty.
         interval: seconds from the start of one checkpoint to the next.
-        simulated: mean share of time that became kept training.
+        simulated: mean share of time spent on training that no failure undid.
         error: its standard error.
         formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
         first_order: :func:`fastckpt._interval.first_order_goodput`.
@@ -63,10 +63,10 @@ class Simulation:
 
     Attributes:
         cost: seconds for which a checkpoint stops training.
-        mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
+        mttf: mean time between failures of the cluster, for the formulas; the given one if lives are exponential, else
             the observed one.
         restart: the time from a failure until training continues.
-        lag: from when training continues until a checkpoint is durable.
+        lag: the time from when training continues until the checkpoint is durable.
         accelerators: the number of simulated ones.
         duration: the length of each run.
         runs: the number of runs.
@@ -131,7 +131,7 @@ def gaps(
 
 
 def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float) -> NDArray[np.float64]:
-    """Kept training in each period between failures, in seconds.
+    """Seconds of training that are not lost, in each period between failures.
 
     Args:
         lengths: seconds between failures.

@@ -30,7 +30,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Chooses the engine and the number of workers for `bytes`. It tests whether a ring is possible by opening one in
+    /// Chooses the engine and the number of workers for `bytes`. Tests whether a ring is possible by opening one in
     /// the calling thread.
     #[must_use]
     pub fn new(options: &Options, bytes: u64) -> Self {

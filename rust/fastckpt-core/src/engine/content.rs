@@ -12,7 +12,7 @@ use crate::sys::strided::{Rows, Strided};
 /// half is filled while the other half moves. Python's GIL is taken once for each call.
 pub const BATCH: usize = 16 << 20;
 
-/// A request for bytes of the tensor with the number `index`, from `start` on.
+/// A request for bytes of the tensor with the number `index`, beginning at `start`.
 #[derive(Debug)]
 pub struct Pulled<'a> {
     /// The number of the [`Pull`].
@@ -23,7 +23,7 @@ pub struct Pulled<'a> {
     pub to: &'a mut [u8],
 }
 
-/// Bytes to hand over to the destination with the number `index`, from `start` on.
+/// Bytes to hand over to the destination with the number `index`, beginning at `start`.
 #[derive(Debug, Clone, Copy)]
 pub struct Pushed<'a> {
     /// The number of the [`Push`].
@@ -86,14 +86,14 @@ pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u
 }
 
 impl Push {
-    /// A destination with a separate callback, which takes the bytes from a start on.
+    /// A destination with a separate callback, which takes bytes and the position of the first one.
     pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
         Self { drain: Arc::new(drain), index: 0 }
     }
 }
 
-/// A callback in another part of this crate. It takes bytes from a start on, and its errors are passed on unchanged.
+/// A callback in another part of this crate. It takes bytes and their position, and its errors are passed on unchanged.
 pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 
 /// Where the bytes of a tensor to save are.
@@ -127,7 +127,7 @@ pub enum Destination {
 }
 
 impl Content {
-    /// A tensor with a separate callback, which copies the bytes from a start on.
+    /// A tensor with a separate callback, which copies bytes, given the position of the first one.
     pub fn each(copy: impl Fn(u64, &mut [u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let fill = move |all: &mut [Pulled<'_>]| all.iter_mut().try_for_each(|one| copy(one.start, one.to));
         Self::Pull(Pull { fill: Arc::new(fill), index: 0 })

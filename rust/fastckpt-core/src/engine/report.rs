@@ -47,7 +47,7 @@ pub enum Fell {
 /// Why the engine that ran is not the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
-    /// All refused features: the sum of their [`Fell`].
+    /// All refused features: the sum of their numbers in [`Fell`].
     pub fell: u32,
     /// The errno of the first cause.
     pub errno: i32,

@@ -212,7 +212,7 @@ fn take<const N: usize>(
     digests.map(|digest| digest.finalize())
 }
 
-/// The CRC of a buffer that is filled from its first byte on. Filled parts are summed while they are in cache.
+/// The CRC of a buffer that is filled in order. Filled parts are summed while they are in cache.
 pub struct Filled {
     digest: Digest,
     summed: usize,

@@ -10,7 +10,7 @@ pub use crate::sys::file::PAGE;
 /// Size of a block in bytes: the unit of I/O and of checksums (`docs/format.md`, 2.2). The reason for this size is in
 /// `docs/measurements.md`.
 pub const BLOCK_SIZE: u64 = 4 << 20;
-/// Contiguous data smaller than this many bytes is one block, or nearly so.
+/// Contiguous data of fewer bytes than this is in one block, or in two neighbouring blocks.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
 /// Fewer bytes than this are copied rather than moved without a copy: a separate piece in an operation costs about as
@@ -24,7 +24,7 @@ pub const fn down(value: u64, to: u64) -> u64 {
 }
 
 /// The part of `len` bytes at `offset` of a file that can move between the file and memory at `address` without a copy,
-/// as file offsets. With direct I/O, it is the whole pages, and memory and file must be congruent. Through the page
+/// as file offsets. With direct I/O, these are the whole pages, and memory and file must be congruent. Through the page
 /// cache, it is everything. Empty if it is less than [`STRAIGHT`].
 #[must_use]
 pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {

@@ -36,7 +36,7 @@ pub fn seal_of(begin: &[u8]) -> Option<&str> {
     std::str::from_utf8(seal).ok()
 }
 
-/// The manifest in the file, after the prefix.
+/// The body of a manifest: the part of the file after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
     /// The lowest minor version that a reader must support. It is the first member of the body.

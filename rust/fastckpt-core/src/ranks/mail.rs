@@ -330,7 +330,7 @@ impl Mail {
         Ok(address)
     }
 
-    /// Puts `len` bytes into an outgoing message, from `start` on: calls `copy` with their place. Waits until the
+    /// Puts `len` bytes into an outgoing message, at byte `start`: calls `copy` with their place. Waits until the
     /// budget allows it. No byte may be put in twice.
     pub fn put(&self, message: usize, start: u64, len: u64, copy: impl FnOnce(&mut [u8])) -> Result<()> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -478,7 +478,7 @@ impl Mail {
         Ok(Received { mail: Arc::clone(self), message, buffer, range })
     }
 
-    /// Copies bytes of an incoming message, from `start` on, to `to`, and counts them as taken, like [`Self::take`].
+    /// Copies the bytes at `start` of an incoming message to `to`, and counts them as taken, like [`Self::take`].
     pub fn copy(&self, message: usize, start: u64, to: &mut [u8]) -> Result<()> {
         let arrived = self.here(message, &(start..start + to.len() as u64))?;
         to.copy_from_slice(&arrived.bytes[start as usize..][..to.len()]);

@@ -247,7 +247,7 @@ impl RankSave {
     }
 
     /// For each of the ranks `mates` of this host: the addresses of the parts that it reads in this rank's memory, and
-    /// the number of addresses that this rank gets from it. If they are zeros, the bytes go by messages.
+    /// the number of addresses that this rank gets from it. If the addresses are zeros, the bytes go by messages.
     #[must_use]
     pub fn addresses(&self, mates: &[u32]) -> Vec<(u32, Vec<u64>, usize)> {
         let Duties { boxes, io, .. } = &*self.duties;

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::format::manifest::TensorEntry;
 use crate::sys::strided::{Axis, Rows};
 
-/// The indices of a box along one dimension: from `start` on, below `stop`, in steps of `step`.
+/// The indices of a box along one dimension: from `start` to below `stop`, in steps of `step`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Along {
     /// The first index.

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::format::{checksum, geometry};
 
 impl Checkpoint {
-    /// Fills `to` with the stored bytes of a tensor, from `start` on. Every extent that this range touches is read whole
+    /// Fills `to` with the stored bytes at `start` of a tensor. Every extent that this range touches is read whole
     /// and compared with its checksum.
     pub fn copy(&self, tensor: usize, start: u64, to: &mut [u8]) -> Result<()> {
         self.copy_now(tensor, start, to).map_err(|error| self.settle(error))

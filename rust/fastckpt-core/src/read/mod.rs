@@ -30,7 +30,7 @@ use crate::format::manifest::TensorEntry;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Reads `requests`. With `verify`, reads every extent that they touch whole, and compares it and the header of
+    /// Reads `requests`. With `verify`, reads in full every extent that they touch, and compares it and the header of
     /// each shard with their checksums. The first difference is an error. Other destinations may be filled by then.
     pub fn read(
         &self,

@@ -25,7 +25,7 @@ pub struct Item {
     pub bytes: Range<u64>,
     /// The part of the rank on the box side.
     pub part: u32,
-    /// The box, or a part of it: its position in the tensor, and in the memory of the part from `base` on.
+    /// The box, or a part of it: its position in the tensor, and in the memory of the part, counted from `base`.
     pub rows: Arc<Rows>,
     /// The position of the first byte of `rows` in the memory of the part.
     pub base: i64,

@@ -230,7 +230,7 @@ impl Share {
         Ok(made.get_or_init(|| Owners::new(finder.deal(), relays, window)))
     }
 
-    /// The ranks of a team, if a tensor has that many. It is the requested number, or the lowest power of two whose
+    /// The number of ranks of a team, if a tensor has that many: the requested number, or the lowest power of two whose
     /// pieces of a typical tensor make up a grain. A tensor is typical if half of the bytes are in longer pieces. A job
     /// of many ranks has larger teams if each rank would write too many files otherwise.
     pub fn team_size(&self) -> Result<u32> {

@@ -16,7 +16,7 @@ pub struct Piece {
     pub start: u64,
     /// The number of bytes.
     pub len: u64,
-    /// The checksums of these bytes. In a load, only the first one has a meaning.
+    /// The checksums of these bytes. In a load, only the first checksum has a meaning.
     pub sum: Pair,
 }
 

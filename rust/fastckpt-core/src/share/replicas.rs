@@ -54,7 +54,7 @@ const DRAWN: u64 = 4 << 20;
 
 impl Share {
     /// The cells that `rank` and other ranks hold and of which `depth` compares some bytes, and each set of ranks that
-    /// holds a cell, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
+    /// holds a cell, ascending. `Share::first` has no effect on the result.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();

@@ -31,8 +31,8 @@ pub enum Spread {
     All,
     /// Each of these ranks has the whole tensor.
     Ranks(Vec<u32>),
-    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
-    /// earlier ones left. What remains at the end is the part, in order.
+    /// A mesh of ranks, in row-major order. Placements apply in the order of the dimensions of the mesh, each to what
+    /// the earlier ones left. What remains at the end is the part, in order.
     Mesh {
         /// The ranks.
         ranks: Vec<u32>,

@@ -174,7 +174,7 @@ impl Snapshot {
         self.with(|inner| inner.staging.addresses())
     }
 
-    /// Notes that the caller has finished copying `bytes` of tensors to their places. Refuses more than were missing.
+    /// Notes that the caller has copied `bytes` of tensors to their places. Refuses more bytes than are missing.
     pub fn copied(&self, bytes: u64) -> Result<()> {
         let add = |done: u64| done.checked_add(bytes).filter(|&done| done <= self.total);
         let added = self.counters.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);

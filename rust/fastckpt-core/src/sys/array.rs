@@ -25,15 +25,15 @@ impl Array {
     ///
     /// # Safety
     /// Until this and everything made from it are gone, the memory of all bytes must be writable from any thread, no
-    /// byte of memory may belong to two of them, and nothing else may read or write it. The boxes taken from it must
-    /// not overlap.
+    /// byte of memory may belong to two bytes of the array, and nothing else may read or write it. The boxes taken
+    /// from it must not overlap.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, bytes: u64, rows: Option<Arc<Rows>>) -> Self {
         Self { base, bytes, rows }
     }
 
-    /// Exclusive access to the box of a tensor whose `rows` are among the array's bytes, in the array's order, from
-    /// byte `first` on. `None` if they are not inside the array.
+    /// Exclusive access to the box of a tensor whose `rows` are among the array's bytes, in the array's order,
+    /// beginning at byte `first`. `None` if they are not inside the array.
     #[must_use]
     pub fn take(&mut self, rows: &Arc<Rows>, first: i64) -> Option<Strided> {
         let reach = rows.reach();

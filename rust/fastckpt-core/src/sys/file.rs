@@ -162,8 +162,8 @@ pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(Closin
     Ok((fd, u64::try_from(stat.st_size).unwrap_or(0)))
 }
 
-/// Fills `buf` from `offset` on. Returns the number of bytes read, which is smaller than `buf` only at the end of the
-/// file.
+/// Fills `buf` with the bytes at `offset`. Returns the number of bytes read, which is smaller than `buf` only at the
+/// end of the file.
 pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < buf.len() {

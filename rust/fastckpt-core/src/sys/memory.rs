@@ -65,7 +65,7 @@ impl Bytes<'_> {
         self.len == 0
     }
 
-    /// The part of `len` bytes from `start` on, or `None` if there are fewer bytes.
+    /// The part of `len` bytes that begins at `start`, or `None` if there are fewer bytes.
     #[must_use]
     pub fn part(&self, start: usize, len: usize) -> Option<Self> {
         let inside = start.checked_add(len).is_some_and(|end| end <= self.len);

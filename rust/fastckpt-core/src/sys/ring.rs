@@ -18,8 +18,8 @@ use super::thread::Backoff;
 pub const ENTRIES: u32 = 32;
 
 /// An operation for a ring. The ring owns the operation, its open file and its memory until the operation completes.
-/// The memory is a [`Buf`], so the kernel writes to no other place: it does not move with its owner, and its creator
-/// vouched for it.
+/// The memory is a [`Buf`], so the kernel writes to no other place: that memory does not move with its owner, and the
+/// creator of the [`Buf`] vouched for it.
 pub trait Payload: 'static {
     /// The open file. An error refuses the operation.
     fn fd(&self) -> io::Result<BorrowedFd<'_>>;

@@ -150,7 +150,7 @@ impl Rows {
     /// tensor.
     ///
     /// # Panics
-    /// If `to` is not exactly this long.
+    /// If `to` is not exactly as long as the copied bytes.
     pub fn pack(&self, start: u64, bytes: &[u8], mut to: &mut [u8]) {
         for line in self.lines(start..start + bytes.len() as u64) {
             for (at, _) in line.rows() {

@@ -54,7 +54,7 @@ impl Begun {
         }
     }
 
-    /// Ends a complete copy. `whole`: the checkpoint at its target is complete, too, although others may copy to it.
+    /// Ends a complete copy. `whole`: the checkpoint at its path is complete, too, although others may copy to it.
     pub fn end_copy(&self, whole: bool) {
         if let Some(operation) = self.take() {
             operation.end_copy(whole);

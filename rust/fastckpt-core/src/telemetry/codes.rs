@@ -62,7 +62,7 @@ impl Phase {
 
 /// The phase of an operation that has succeeded.
 pub(super) const DONE: u32 = 6;
-/// The flag of a copy that has left a whole checkpoint at its target.
+/// The flag of a copy that has left a whole checkpoint at its target path.
 pub(super) const WHOLE: u32 = 1 << 11;
 /// The phase of an operation that has failed.
 pub(super) const FAILED: u32 = 7;

@@ -269,7 +269,7 @@ structures! {
     }
 }
 
-/// 4: the whole segment.
+/// The whole segment: section 4 of `docs/telemetry.md`.
 #[repr(C)]
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]

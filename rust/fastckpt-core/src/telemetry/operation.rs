@@ -61,7 +61,7 @@ struct Closing {
 pub struct Call {
     /// The training step.
     pub step: Option<i64>,
-    /// When the program made the call. `None`: when the operation begins.
+    /// When the program made the call; `None` stands for the beginning of the operation.
     pub at: Option<Instant>,
 }
 

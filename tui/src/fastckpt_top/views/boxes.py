@@ -92,7 +92,7 @@ def beside(left: list[Line], right: list[Line]) -> list[Line]:
 
 
 def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
-    """The pieces that fit, in order; from the first that does not fit on, those of lower rank are left out.
+    """The pieces that fit, in order; the most important one that does not fit is left out with all that matter less.
 
     Args:
         pieces: Numbers and texts: the lower the number, the more a text matters; empty ones are left out.

@@ -104,8 +104,8 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
         order: Keys of the order so far.
 
     Returns:
-        The rows. None is above one that is worse by more than `PINNED`; a row moves only if that requires it. New rows,
-        even of ended operations, are above faster ones.
+        The rows. No row is above one that is worse by more than `PINNED`; a row moves only if that requires it. New
+        rows, even of ended operations, are above faster ones.
     """
     places = {key: place for place, key in enumerate(order)}
     known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])

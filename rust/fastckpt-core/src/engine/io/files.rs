@@ -57,7 +57,7 @@ impl ShardFile {
         }
     }
 
-    /// Fills `to` from `offset` on, through the page cache. Returns the number of bytes read.
+    /// Fills `to` with the bytes at `offset`, through the page cache. Returns the number of bytes read.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
         match self {
             Self::Local(file) => file::read_at(file.fd(false), to, offset),

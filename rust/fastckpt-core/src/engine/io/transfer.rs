@@ -80,7 +80,7 @@ impl Transfer {
         }
     }
 
-    /// Fetches `len` bytes of an object from `offset` on. Afterwards, the buffer has them.
+    /// Fetches the `len` bytes at `offset` of an object. Afterwards, the buffer has them.
     #[must_use]
     pub fn fetch(block: usize, (object, offset): (Arc<OpenFile>, u64), len: usize) -> Self {
         let (buf, path) = (Buf::new(None, Vec::new()), (IoPath::Buffered, Reason::Stored));
