@@ -473,7 +473,8 @@ class Drain:
             wake = self._wake = Event()
             pause = 0.0 if self._hurry or self._stopped else self._delay
         if self._delay == _FIRST:
-            logger.warning("%s: step %d is not at %s yet and is tried again: %s", where[0], step, where[1], error)
+            text = "%s: step %d is not at %s yet, and its copy is tried again: %s"
+            logger.warning(text, where[0], step, where[1], error)
         self._delay = min(2 * self._delay, _MOST)
         if not _ending:
             wake.wait(pause)

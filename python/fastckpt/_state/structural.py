@@ -87,7 +87,7 @@ def _enum(cls: Any) -> _Pair:
     def decode(value: Any, attributes: Any) -> Any:
         without(attributes)
         if type(value) is not (int if is_flag else str):
-            raise ValueError("neither the name nor the flags of an enum")
+            raise ValueError("not the name or the flags of an enum member")
         if not is_flag:
             member = cls.__members__.get(value)
             if member is None:

@@ -294,7 +294,7 @@ def _check_prefix(data: bytes) -> None:
         raise BadSegment(f"too short: {len(data)} bytes")
     magic, major, minor, _, _, tag = struct.unpack_from("<8sHHIII", data)
     if magic != MAGIC:
-        raise BadSegment("no segment: the magic number is missing")
+        raise BadSegment("not a segment: the magic number is missing")
     if tag != ENDIAN_TAG:
         raise BadSegment("written with another byte order")
     if major != MAJOR:
