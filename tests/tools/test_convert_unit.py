@@ -192,7 +192,7 @@ METADATA = named(_items.METADATA, "Metadata")
 HOSTILE = {
     "an array beyond its bytes": (
         ARRAY + b"(K\x01M\xff\xff\x85" + DTYPE % b"i8" + b"\x89C\x08abcdefghtb.",
-        "another size",
+        "does not fit its shape and dtype",
     ),
     "objects of bytes": (ARRAY + b"(K\x01K\x01\x85" + DTYPE % b"O8" + b"\x89C\x08abcdefghtb.", "bytes instead of list"),
     "a dtype with fields": (named("numpy", "dtype") + b"U\x02i8\x85R(K\x03U\x01<N)}K\x08K\x01K\x00tb.", "not plain"),
