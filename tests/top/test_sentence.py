@@ -189,7 +189,7 @@ def test_a_call_to_the_storage_that_hangs_is_said_until_it_ends(phase):
     assert (row.rank, row.state, row.wait_kind, row.hangs) == (1, "STALL", "disk", warning)
     ranks[1].proc = replace(ranks[1].proc, process=replace(process, warned=3, warning="the storage answers again"))
     look(model, 2.5, *(rank.beat(9) for rank in ranks))
-    assert "hangs" not in str(said(model))
+    assert "has hung" not in str(said(model))
 
 
 def test_of_several_that_stalled_the_longest_time_is_said():
