@@ -228,7 +228,7 @@ def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
         raise ValueError("not an OrderedDict and its attributes")
     for name in attributes:
         if hasattr(OrderedDict, text(name)):
-            raise ValueError(f"its attribute {name!r} would hide a method of an OrderedDict")
+            raise ValueError(f"the attribute {name!r} would hide a method of an OrderedDict")
     vars(made).update(attributes)
     return made
 

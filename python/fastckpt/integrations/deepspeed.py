@@ -196,7 +196,7 @@ def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
         rest = {key: value for key, value in held.items() if key not in flats}
         if odd := [key for key in rest.keys() & found if found[key].numel() > 1 or found[key].shape == flat.shape]:
             raise NotImplementedError(
-                f"save_checkpoint: the sizes or dtypes of the optimizer's tensors differ from its parameters': {odd}"
+                f"save_checkpoint: tensors of the optimizer differ in size or dtype from its parameters: {odd}"
             )
         for key, value in flats.items():
             tensors[key][name] = part(value)

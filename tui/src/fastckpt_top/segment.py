@@ -323,15 +323,14 @@ def decode_header(data: bytes, file_size: int) -> Header:
     if header.generation == 0:
         raise BadSegment("not published: still being built")
     if header.header_size < HEADER_SIZE or header.total_size > file_size:
-        sizes = f"header {header.header_size}, total {header.total_size}, file {file_size}"
-        raise BadSegment(f"the sizes do not fit together: {sizes}")
+        raise BadSegment(f"invalid sizes: header {header.header_size}, total {header.total_size}, file {file_size}")
     for name, offset, stride, count, least in (
         ("operations", header.op_off, header.op_stride, header.op_count, SIZES["operation"]),
         ("threads", header.thr_off, header.thr_stride, header.thr_count, SIZES["thread"]),
         ("history", header.hist_off, header.hist_stride, header.hist_count, SIZES["history"]),
     ):
         if stride < least or stride % 8 or offset % 8 or offset < TABLES_OFFSET:
-            raise BadSegment(f"table of {name}: impossible offset or stride: offset {offset}, stride {stride}")
+            raise BadSegment(f"table of {name}: offset {offset} or stride {stride} is invalid")
         if offset + stride * count > header.total_size:
             raise BadSegment(f"table of {name} reaches beyond the end: {offset} + {stride} x {count}")
     return header
