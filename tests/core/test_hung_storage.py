@@ -197,7 +197,7 @@ def test_the_call_comes_back_and_the_process_ends(storage, children, tmp_path):
     on, seen = done.stdout.splitlines()
     assert on == "training goes on"
     # The warning that the monitor shows.
-    assert re.match(rf"given up: hangs since [0-9:]{{8}}Z in [a-z ]+: (c$|{storage[0].name[:16]})", seen)
+    assert re.match(rf"given up: has hung since [0-9:]{{8}}Z in [a-z ]+: (c$|{storage[0].name[:16]})", seen)
 
 
 def test_what_the_kernel_refuses_for_the_moment_is_tried_again_and_then_given_up(children, tmp_path):

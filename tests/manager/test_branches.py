@@ -215,7 +215,7 @@ def test_a_directory_that_cannot_be_looked_at_once_is_looked_at_again(tmp_path, 
             else:
                 with manager.steady(100, state(100)):
                     pass
-        assert [one for one in caplog.messages if "cannot read it before the first save: [Errno 116]" in one]
+        assert [one for one in caplog.messages if "an earlier run before the first save: [Errno 116]" in one]
         manager.save(100, state(100, "b"))
     assert restored(tmp_path) == (100, "b")
 

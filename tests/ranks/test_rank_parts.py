@@ -242,12 +242,12 @@ def test_unchanged_parts_are_taken_over(forge, tmp_path):
     [
         (lambda: Part(WHOLE, of=(5, 8), at=(0,)), ValueError, "one number for each dimension"),
         (lambda: Part(WHOLE, of=(5, 8), at=(0, 2)), ValueError, r"at \[0, 2\] does not lie in"),
-        (lambda: Part(WHOLE, of=(5, 8), at=(0, -1)), ValueError, "at must not be negative"),
+        (lambda: Part(WHOLE, of=(5, 8), at=(0, -1)), ValueError, "at must hold integers of at least 0"),
         (lambda: Part(WHOLE, of=(5, 8), at=(0, 0.5)), TypeError, "at must hold integers"),
         (lambda: Part(WHOLE, of=5, at=(0, 0)), TypeError, "of must hold integers"),
         (lambda: Part.flat(WHOLE, of=SHAPE, start=0), ValueError, "one-dimensional and contiguous"),
         (lambda: Part.flat(WHOLE[:, 0], of=SHAPE, start=0), ValueError, "one-dimensional and contiguous"),
-        (lambda: Part.flat(WHOLE[0], of=SHAPE, start=29), ValueError, "7 elements from number 29 on"),
+        (lambda: Part.flat(WHOLE[0], of=SHAPE, start=29), ValueError, "7 elements with start=29"),
         (lambda: Part.flat(WHOLE[0], of=SHAPE, start="a"), TypeError, "start must hold integers"),
         (lambda: Part.flat(WHOLE[0].numpy(), of=SHAPE, start=0), TypeError, "must be a torch.Tensor, not ndarray"),
         (lambda: Part(WHOLE, of=(2**62, 7), at=(0, 0)), ValueError, "is too large"),
@@ -278,9 +278,9 @@ def test_a_part_whose_tensor_is_another_now(other, tmp_path):
     part = Part.flat(WHOLE.reshape(-1).clone(), of=SHAPE, start=0)
     fastckpt.distributed.save({"w": part}, tmp_path / "c")
     part.tensor = other
-    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="another shape, or other strides, than when"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="shape or the strides of its tensor have"):
         fastckpt.distributed.save({"w": part}, tmp_path / "d")
-    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match="another shape, or other strides, than when"):
+    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match="shape or the strides of its tensor have"):
         fastckpt.distributed.load(tmp_path / "c", into={"w": part})
 
 

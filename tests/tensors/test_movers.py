@@ -316,7 +316,7 @@ def test_tensors_in_host_memory_are_moved_meanwhile_and_not_enqueued():
     asked = sources([on, here])
     assert (asked.devices, asked.is_on_device(0), asked.is_on_device(1)) == ((DEVICE,), True, False)
     ranges = packed([on, here], out)
-    with pytest.raises(ValueError, match="comes from no device"):
+    with pytest.raises(ValueError, match="cannot be copied from a device"):
         asked.enqueue(ranges)
     asked.fill(ranges)
     assert out[:80].view(np.int64).tolist() == list(range(10))

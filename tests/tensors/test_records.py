@@ -236,5 +236,5 @@ def test_the_dtype_of_an_array_says_its_bytes(tmp_path):
     at = body["structure"].index("itemsize")
     body["structure"][at + 1] += 8
     manifest.forge(tmp_path / "c", body)
-    with pytest.raises(CorruptCheckpointError, match="elements of another size"):
+    with pytest.raises(CorruptCheckpointError, match="elements whose size is not that of the dtype"):
         fastckpt.load(tmp_path / "c")

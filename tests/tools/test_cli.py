@@ -1061,7 +1061,7 @@ def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
     assert [one.name for one in steps.iterdir() if one.is_dir()] == ["step-1000"]
     for arguments, text in (
         (["pin", steps / "step-900"], "there is no such checkpoint"),
-        (["pin", steps / "final"], "has no number of a step"),
+        (["pin", steps / "final"], "has no step number"),
         (["pin", "s3://bucket/step-1"], "is a URL"),
     ):
         status, out, err = call(capsys, *arguments)

@@ -176,9 +176,9 @@ SPOILED = {
     "a file elsewhere": (1, "not a file beside it"),
     "a piece that is missing": (1, "are not the whole tensor"),
     "another tensor in its place": (1, "it is not the piece that the table lists"),
-    "a list without an end": (1, "lists of which nearly all is missing"),
-    "a place before a list": (1, "keys that lead to 'step'"),
-    "keys without an end": (1, "keys that lead to 'step'"),
+    "a list without an end": (1, "lists with nearly all of their members missing"),
+    "a place before a list": (1, "the path of keys to 'step' is invalid"),
+    "keys without an end": (1, "the path of keys to 'step' is invalid"),
     "extensions": (2, "written with extensions"),
     "a table that is cut": (2, ".metadata is damaged"),
 }

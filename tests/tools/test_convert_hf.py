@@ -132,7 +132,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, capsys):
         (
             (*plain, "--strip-prefix", "b."),
             "CheckpointError",
-            "--strip-prefix b.: no name begins with that: they are as 'w'",
+            "--strip-prefix b.: no name begins with that: the first name is 'w'",
         ),
         ((*plain, "--strip-prefix", "w"), "CheckpointError", "a tensor named ''"),
         ((*plain, "--files", tmp_path / "missing.json"), "FileNotFoundError", "missing.json"),

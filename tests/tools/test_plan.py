@@ -110,7 +110,7 @@ def test_notes_of_a_config_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ({}, "give the number of GPUs"),
         ({"gpus": 100, "tp": 8}, "100 GPUs are not a multiple of tp 8 x pp 1 = 8"),
-        ({"gpus": 64, "tp": 8, "pp": 2, "dp": 3}, "tp 8 x pp 2 x dp 3 = 48 are not the 64 GPUs"),
+        ({"gpus": 64, "tp": 8, "pp": 2, "dp": 3}, "tp 8 x pp 2 x dp 3 = 48 is not the number of GPUs, 64"),
         ({"gpus": 0}, "gpus must be at least 1, not 0"),
         ({"gpus": -8}, "gpus must be at least 1, not -8"),
         ({"gpus": 8, "tp": 0}, "tp must be at least 1"),

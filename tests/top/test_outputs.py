@@ -428,8 +428,8 @@ def test_the_segments_themselves(producer, top, place):
     assert top("--onc", "--demo").returncode == 2  # no abbreviated options here, either
     assert top("debug", "clean", "--ye").returncode == 2
     assert top("--once", "--demo", "-d", "200ms").returncode == 0
-    assert "`2min`: want 0.1 to 60 seconds" in top("--once", "--demo", "-d", "2min").stderr
-    assert "`2x`: want 0.1 to 60 seconds" in top("--once", "--demo", "-d", "2x").stderr
+    assert "`2min`: expected 0.1 to 60 seconds" in top("--once", "--demo", "-d", "2min").stderr
+    assert "`2x`: expected 0.1 to 60 seconds" in top("--once", "--demo", "-d", "2x").stderr
     dumped = json.loads(top("debug", "dump", place / "77-1.seg").stdout)
     assert dumped["header"]["rank"] == 5
     assert top("debug", "dump", place / "1-1.seg").returncode == 4

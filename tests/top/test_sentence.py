@@ -179,17 +179,17 @@ def test_a_stalled_rank_waits_for_what_its_workers_last_began(workers, letter, b
 @pytest.mark.parametrize("phase", [Phase.PLAN, Phase.FSYNC])
 def test_a_call_to_the_storage_that_hangs_is_said_until_it_ends(phase):
     model, ranks = Model(HIGH), [Rank(index).op(10 * GB, phase, start=0.5) for index in range(2)]
-    for tick, warning in enumerate(("", "ranks differ in w", "hangs since 12:34:56Z in sync: model.safetensors")):
+    for tick, warning in enumerate(("", "ranks differ in w", "has hung since 12:34:56Z in sync: model.safetensors")):
         process = replace(ranks[1].proc.process, warned=tick, warning=warning)
         ranks[1].proc = replace(ranks[1].proc, process=process)
         look(model, 1.0 + tick / 2, *(rank.beat(tick) for rank in ranks))
-        assert ("hangs" in str(said(model))) == ("hangs" in warning)
+        assert ("has hung" in str(said(model))) == ("has hung" in warning)
     assert said(model) == ("bad", f"rank 1 {warning}", 1)
     row = max(model.rows, key=lambda row: row.worst)
     assert (row.rank, row.state, row.wait_kind, row.hangs) == (1, "STALL", "disk", warning)
     ranks[1].proc = replace(ranks[1].proc, process=replace(process, warned=3, warning="the storage answers again"))
     look(model, 2.5, *(rank.beat(9) for rank in ranks))
-    assert "hangs" not in str(said(model))
+    assert "has hung" not in str(said(model))
 
 
 def test_of_several_that_stalled_the_longest_time_is_said():

@@ -49,7 +49,7 @@ class Exporter:
         self._duration = meter.create_histogram(
             "fastckpt.operation.duration",
             unit="s",
-            description="Duration of saves, loads and verifications; until durable for a save.",
+            description="Duration of loads and verifications, and of saves until they are durable.",
             explicit_bucket_boundaries_advisory=_DURATIONS,
         )
         self._stall = meter.create_histogram(
@@ -61,7 +61,7 @@ class Exporter:
         self._rate = meter.create_histogram(
             "fastckpt.operation.throughput",
             unit="By/s",
-            description="Bytes of tensors over the duration.",
+            description="Bytes of tensors divided by the duration.",
             explicit_bucket_boundaries_advisory=_RATES,
         )
         self._bytes = meter.create_counter(

@@ -50,4 +50,4 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
         raise MemoryError(f"{what}: {advice}")
     if nbytes < _NEAR * left:
         what += f", too little if all {alike} ranks of this node load as much"
-    logger.warning("%s; beyond it the kernel ends the process: %s", what, advice)
+    logger.warning("%s; beyond the limit the kernel ends the process: %s", what, advice)

@@ -262,8 +262,8 @@ class Crew:
             least, most, signals, left, over = value
             if least != most:
                 raise ValueError(
-                    f"{operation}: {self._directory}: ranks are at steps from {least} to {most}: all must call it with "
-                    "the same step"
+                    f"{operation}: {self._directory}: ranks are at steps from {least} to {most}: give the same step on "
+                    "all ranks"
                 )
             due = bool(signals) or asked.due()
             plan = asked.plan() if due else None

@@ -47,9 +47,9 @@ class Names:
         fields = [part for part in parts if part[1] is not None]
         texts = "".join(part[0] for part in parts)
         if len(fields) != 1 or fields[0][1] != "step" or fields[0][3]:
-            raise ValueError(f"{problem}: it must have {{step}} once")
+            raise ValueError(f"{problem}: it must contain {{step}} exactly once")
         if "/" in texts or "\0" in texts or os.sep in texts or form.startswith(".") or form.endswith(PIN):
-            raise ValueError(f"{problem}: it must make one plain name, without a dot at the start or {PIN} at the end")
+            raise ValueError(f"{problem}: it must give a plain name, without a dot at the start or {PIN} at the end")
         self._form = form
         first = parts.index(fields[0])
         before = "".join(part[0] for part in parts[: first + 1])

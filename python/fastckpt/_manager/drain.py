@@ -282,14 +282,15 @@ class Drain:
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
-            logger.error("%s: not copied to %s: %s", self._from.path, self._to.path, error)  # noqa: TRY400
+            text = "%s: not all checkpoints are copied to %s: %s"
+            logger.error(text, self._from.path, self._to.path, error)  # noqa: TRY400
         try:
             waiting = self._stop()
         finally:
             self._stopped = False
         if waiting and self._leads:
             logger.warning(
-                "%s: not yet at %s, and left to the next run: %s",
+                "%s: steps that are not yet at %s are left to the next run: %s",
                 *(self._from.path, self._to.path, ", ".join(map(str, waiting))),
             )
 
@@ -473,7 +474,8 @@ class Drain:
             wake = self._wake = Event()
             pause = 0.0 if self._hurry or self._stopped else self._delay
         if self._delay == _FIRST:
-            logger.warning("%s: step %d is not at %s yet and is tried again: %s", where[0], step, where[1], error)
+            text = "%s: step %d is not at %s yet, and its copy is tried again: %s"
+            logger.warning(text, where[0], step, where[1], error)
         self._delay = min(2 * self._delay, _MOST)
         if not _ending:
             wake.wait(pause)

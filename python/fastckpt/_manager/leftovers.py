@@ -70,7 +70,8 @@ class Leftovers:
                 if one.checkpoint in kept or self._clock() - self._seen[one.name][1] < UNCHANGED:
                     continue
                 if remove_leftover(self._directory.path, one.name, force=True):
-                    logger.warning("%s: removed %s, in which nothing changed", self._directory.path, one.name)
+                    text = "%s: removed the leftover %s, in which nothing had changed for %.0f minutes"
+                    logger.warning(text, self._directory.path, one.name, UNCHANGED / 60)
         except OSError as error:
             logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
 

@@ -84,7 +84,7 @@ def parse(noted: Any) -> Lineage:
 
 def _number(noted: Any) -> int:
     if not -_LIMIT < noted < _LIMIT:
-        raise ValueError(f"{noted} is neither an order nor a step")
+        raise ValueError(f"{noted} is out of range for an order or a step")
     return int(noted)
 
 

@@ -345,7 +345,7 @@ def _of_others(what: str, failures: _Failures) -> RanksError:
     """The error on a rank that has not failed itself."""
     listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures.listed)
     more = f"; and {failures.more:,} more" if failures.more else ""
-    return RanksError(f"{what}: {'; '.join(map(str, listed))}{more}: so it has failed on all ranks", listed)
+    return RanksError(f"{what}: {'; '.join(map(str, listed))}{more}: so the call has failed on all ranks", listed)
 
 
 def _names_of(path: str) -> set[str]:

@@ -93,7 +93,7 @@ class Saves:
             local.catalogue.entries(steps)
         except OSError as error:
             # An error on one rank would leave the others waiting. If it persists, the save reports it on all ranks.
-            logger.warning("%s: cannot read it before the first save: %s", local.place.path, error)
+            logger.warning("%s: cannot look for an earlier run before the first save: %s", local.place.path, error)
             return
         self._looked = True
         if steps and steps[-1] > step:

@@ -176,7 +176,7 @@ class Tier(Generic[_P]):
             try:
                 self.catalogue.write(steps)
             except OSError as error:
-                logger.warning("%s: the facts of its checkpoints are not cached: %s", self.place.path, error)
+                logger.warning("%s: the facts about its checkpoints are not cached: %s", self.place.path, error)
 
     def clear_again(self) -> None:
         """Remove checkpoints that are no longer held."""

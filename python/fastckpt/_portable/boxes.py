@@ -59,8 +59,8 @@ class Box:
             start, stop, step = box[-1]
             if step != 1 or any(count * bits % 8 for count in (shape[-1], start, stop)):
                 raise self._wrong(
-                    f"elements of {bits} bits share bytes: along the last dimension it must begin and end at a whole "
-                    "byte, in steps of 1"
+                    f"elements of {bits} bits share bytes: the range along the last dimension must begin and end at a "
+                    "whole byte, in steps of 1"
                 )
             shape = (*shape[:-1], shape[-1] * bits // 8)
             box = [*box[:-1], (start * bits // 8, stop * bits // 8, 1)]

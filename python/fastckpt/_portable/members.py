@@ -84,7 +84,7 @@ def check_tokens(what: str, text: memoryview) -> None:
             raise ValueError(f"{what} is deeper or longer than the format allows")
         if len(lists):
             if lists[0] == last or (np.diff(lists) == 0).any():
-                raise ValueError(f"{what} holds a token of more than one list")
+                raise ValueError(f"{what} holds a token with more than one list in it")
             last = int(lists[-1])
 
 

@@ -168,7 +168,7 @@ class Peers:
                     return end.value
                 reply = error = None
                 if self._transport is None:
-                    raise AssertionError(f"a group of one asks for {request}")
+                    raise AssertionError(f"a group of one rank has no transport for {request}")
                 if isinstance(request, Wait) and self._shown is not None:
                     whom = self._show(request.whom)
                 try:

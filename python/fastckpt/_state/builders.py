@@ -161,16 +161,16 @@ class Validator:
         logical = stored.logical
         if tag == "tensor":
             if more and (more[0] not in _FLAGS or len(more) > _FLAGS_AND_DEVICE or type(more[-1]) is not str):
-                raise ValueError("flags or device of a tensor")
+                raise ValueError("invalid flags or device of a tensor")
             if logical is not None and not logical.dtype.startswith("torch."):
                 raise ValueError("a torch tensor of a dtype that is not torch's")
         elif tag == "array":
             if more:
-                raise ValueError("flags of an array")
+                raise ValueError("flags for an array, which has none")
             if logical is not None and not logical.dtype.startswith("numpy."):
                 raise ValueError("a numpy array of a dtype that is not numpy's")
         elif more != ["tensor"] or stored.dtype != "U8" or len(stored.shape) != 1 or logical is not None:
-            raise ValueError("bytes that are not a vector of bytes")
+            raise ValueError("bytes that are not stored as a vector of bytes")
         self.found.append(token)
         return Tensor(tag, index)
 
@@ -214,7 +214,7 @@ class Validator:
         if type(base) is not Tensor or base.tag not in {"tensor", "array"}:
             raise ValueError("a base that is not a tensor")
         if flags not in (_FLAGS if base.tag == "tensor" else {""}) or any(size < 1 for size in integers(sizes)):
-            raise ValueError("unknown flags, or no sizes")
+            raise ValueError("unknown flags, or a size below 1")
         return Tensor("expanded", base.number)
 
     def typed(self, name: str, value: Any, _: Any) -> Any:

@@ -87,7 +87,7 @@ def _enum(cls: Any) -> _Pair:
     def decode(value: Any, attributes: Any) -> Any:
         without(attributes)
         if type(value) is not (int if is_flag else str):
-            raise ValueError("neither the name nor the flags of an enum")
+            raise ValueError("an enum member whose name is not a string, or whose flags are not an integer")
         if not is_flag:
             member = cls.__members__.get(value)
             if member is None:

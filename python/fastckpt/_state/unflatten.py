@@ -123,7 +123,7 @@ def _dict(parts: list[Any]) -> dict[Any, Any]:
         raise ValueError(_hashes.WHY)
     made = dict(zip(keys, parts[1::2], strict=True))
     if 2 * len(made) != len(parts):
-        raise ValueError("a key twice")
+        raise ValueError("a key that occurs twice")
     return made
 
 
@@ -143,7 +143,7 @@ def _set(parts: list[Any]) -> set[Any]:
         raise ValueError(_hashes.WHY)
     made = _hashes.set_of(parts)
     if len(made) != len(parts):
-        raise ValueError("a member twice")
+        raise ValueError("a set member that occurs twice")
     return made
 
 
@@ -228,7 +228,7 @@ def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
         raise ValueError("not an OrderedDict and its attributes")
     for name in attributes:
         if hasattr(OrderedDict, text(name)):
-            raise ValueError(f"an attribute {name!r}")
+            raise ValueError(f"the attribute {name!r} would hide a method of an OrderedDict")
     vars(made).update(attributes)
     return made
 
@@ -263,7 +263,7 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
                     count, maker = _open(token, builder)
                     if count:
                         if count >= len(tokens) - position:
-                            raise ValueError(f"{count} parts, more than there are tokens")
+                            raise ValueError(f"a value of {count} parts, but fewer tokens follow")
                         if len(stack) > DEPTH_LIMIT:
                             raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
                         stack.append((parts, needed, finish))
@@ -332,7 +332,7 @@ def _plain(token: Any) -> Any:
         if token - token != 0:
             raise ValueError("a number that is not finite")
     elif token is not None and kind is not bool:
-        raise ValueError("a JSON object")
+        raise ValueError("a token that is a JSON object")
     return token
 
 
@@ -348,7 +348,7 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
             return 3, maker
         _, count = token
         if type(count) is not int or count < 0:
-            raise ValueError("not a count")
+            raise ValueError("an invalid number of parts")
         return arity(token), maker
     if tag == "type":
         _, name, *more = token

@@ -183,7 +183,7 @@ def _argument(token: list[Any]) -> Any:
 
 def _double(digits: str) -> float:
     if len(digits) != 2 * _DOUBLE.size:
-        raise ValueError("a float of another size")
+        raise ValueError("a float of the wrong size")
     value: float = _DOUBLE.unpack(bytes.fromhex(digits))[0]
     return value
 

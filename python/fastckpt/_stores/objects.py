@@ -387,7 +387,7 @@ class Objects:
         if _process != os.getpid():
             raise RuntimeError(
                 f"cannot {what} {self._where(name)}: this process was forked from one that had used an object store, "
-                "whose client does not work here: start it by spawn, or read in the parent"
+                "whose client does not work here: start the process by spawn, or read in the parent"
             )
         from obstore import exceptions  # noqa: PLC0415
 

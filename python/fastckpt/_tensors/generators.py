@@ -60,7 +60,7 @@ def _encode_seeds(generator: Any) -> dict[str, Any] | None:
         found = {**state, "entropy": entropy, "spawn_key": tuple(map(int, state["spawn_key"]))}
         _check_seeds(found)
     except (TypeError, ValueError) as error:
-        raise Unsupported(f"a random generator with such a seed sequence cannot be stored: {error}") from error
+        raise Unsupported(f"a random generator with this seed sequence cannot be stored: {error}") from error
     return found
 
 
@@ -94,7 +94,7 @@ def decode_random_state(value: Any) -> Any:
     kept = {name: state.pop(name) for name in ("has_gauss", "gauss")}
     _check_integer("has_gauss", kept["has_gauss"])
     if type(kept["gauss"]) is not float:
-        raise ValueError("not a normal number")
+        raise ValueError("a cached normal number that is not a float")
     made = np.random.RandomState(_restored(state, None))
     made.set_state({**made.get_state(legacy=False), **kept})
     return made
@@ -155,8 +155,8 @@ def _check_seeds(value: Any) -> None:
     words = entropy if type(entropy) is list else [] if entropy is None else [entropy]
     numbers = [*words, *exact(spawn_key, tuple), pool_size, spawned]
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("numbers that are not positive integers")
+        raise ValueError("numbers that are not integers of at least 0")
     if sum(number.bit_length() // 32 + 1 for number in numbers) > _WORDS or pool_size > _POOL:
         raise ValueError(f"more than {_WORDS} words of entropy, or a pool of more than {_POOL}")
     if spawned >= 1 << 32:
-        raise ValueError("more children than numbers")
+        raise ValueError("2**32 or more spawned children")

@@ -234,7 +234,7 @@ class Sources(_Movers):
         """
         jobs, rest, _ = self._sort(ranges)
         if rest:
-            raise ValueError("a tensor in host memory comes from no device")
+            raise ValueError("a tensor in host memory cannot be copied from a device")
         return self._ask(jobs, partial(_device.download, outlives=True))
 
 

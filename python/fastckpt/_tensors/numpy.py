@@ -103,7 +103,7 @@ def decode_scalar(text: str, data: bytes) -> np.generic:
     """The scalar of dtype ``text`` with the bytes ``data``; ValueError if they do not fit."""
     dtype = plain_dtype(text)
     if dtype.itemsize != len(data):
-        raise ValueError("a numpy scalar of another size")
+        raise ValueError("a numpy scalar of the wrong size")
     # An array would drop the zeros at the end of a string.
     if dtype.kind == "S":
         return np.bytes_(data)

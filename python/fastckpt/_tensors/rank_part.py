@@ -102,8 +102,8 @@ class Part:
         size = tensor.shape[0]
         if first + size > math.prod(shape):
             raise ValueError(
-                f"Part.flat: {size} elements from number {first} on do not lie in a tensor of the shape {list(shape)}, "
-                f"which has {math.prod(shape)}"
+                f"Part.flat: {size} elements with start={first} do not lie in a tensor of the shape {list(shape)}, "
+                f"which has {math.prod(shape)} elements"
             )
         self = cls.__new__(cls)
         self.tensor, self.shape, self.boxes = tensor, shape, tuple(_boxes(shape, first, first + size))
@@ -130,7 +130,7 @@ def _integers(what: str, name: str, values: Iterable[int]) -> tuple[int, ...]:
     except TypeError as error:
         raise TypeError(f"{what}: {name} must hold integers, not {values!r}") from error
     if any(value < 0 for value in found):
-        raise ValueError(f"{what}: {name} must not be negative, as in {list(found)}")
+        raise ValueError(f"{what}: {name} must hold integers of at least 0, not {list(found)}")
     return found
 
 

@@ -128,7 +128,7 @@ def decode_array(value: Any) -> Array:
     if dtype.hasobject or data.dtype != np.uint8 or not data.ndim:
         raise ValueError("not the bytes of an array")
     if data.shape[-1] != dtype.itemsize:
-        raise ValueError("elements of another size")
+        raise ValueError("elements whose size is not that of the dtype")
     return data.view(dtype)[..., 0] if dtype.itemsize else np.empty(data.shape[:-1], dtype)
 
 

@@ -72,7 +72,7 @@ class Spreads:
                 f"the tensor of a Part must be plain and dense, with memory for each element: {_kind(local)}"
             )
         if not _is_laid_out(local, boxes):
-            raise Unsupported(f"its tensor has another shape, or other strides, than when {value!r} was made of it")
+            raise Unsupported(f"the shape or the strides of its tensor have changed since {value!r} was made of it")
         # Each Part has its own spread: other ranks have other boxes, but must use the same numbers.
         self.found.append(Spread((self._rank,) * len(boxes), boxes=boxes))
         if boxes:

@@ -710,7 +710,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     # The tensor is assembled in host memory, which supports every kind.
     stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
-        raise ValueError("stored integers that do not fit")
+        raise ValueError("stored integers of the wrong dtype or shape")
     make: Callable[[Sequence[int]], Tensor]
     if scheme == "per_tensor":
         if type(scale) is not float or type(zero) is not int or axis is not None:
@@ -721,7 +721,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
         if scheme != "per_channel" or type(axis) is not int or not 0 <= axis < len(shape):
             raise ValueError("not scales and zero points")
         if tuple(scale.shape) != (shape[axis],) or tuple(zero.shape) != (shape[axis],):
-            raise ValueError("scales that do not fit")
+            raise ValueError("scales or zero points of the wrong shape")
         make = partial(
             torch._empty_per_channel_affine_quantized,
             scales=scale.cpu(),
@@ -810,14 +810,14 @@ def decode_nested(_: Any, value: Any) -> Tensor:
         *parts, flags = members(value, "values", "offsets", "lengths", "jagged_dim", "flags")
         made = _jagged(*parts)
     if text(flags) not in _TAILS:
-        raise ValueError("flags of a nested tensor")
+        raise ValueError("unknown flags of a nested tensor")
     return with_flags(made, flags)
 
 
 def _jagged(values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
     _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
     if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
-        raise ValueError("a jagged dimension that is not there")
+        raise ValueError("an invalid jagged dimension of a nested tensor")
     # torch's kernels do not check these.
     if any(part is not None and part.dtype not in (torch.int32, torch.int64) for part in (offsets, lengths)):
         raise ValueError("offsets or lengths of a nested tensor that are not integers")

@@ -40,7 +40,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--older-than",
         metavar="TIME",
         help="also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in them "
-        "was made, removed or written for that long (2h); give more than any save can pause",
+        "was made, removed or written for TIME, such as 2h; give a longer time than any save can pause",
     )
 
 

@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
     ls = command("ls", "list tensors, or the checkpoints in a directory", "Of a run: size, speed, metrics, why kept.")
-    ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or a directory above several")
+    ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or a directory that holds several checkpoints")
     _runs.add_options(ls)
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 

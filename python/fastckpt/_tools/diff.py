@@ -66,7 +66,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     status.add_argument(
         "--expect-change",
         action="store_true",
-        help="exit with 1 if no weight has changed, or no moment of the optimizer: training stands still",
+        help="exit with 1 if no weight has changed, or if no moment of the optimizer has: training stands still",
     )
 
 

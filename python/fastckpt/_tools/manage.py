@@ -50,7 +50,7 @@ def pin(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     form = form_of([path.name])
     step = step_of(path.name, form)
     if step is None:
-        raise ValueError(f"pin: {path.name!r} has no number of a step")
+        raise ValueError(f"pin: the name {path.name!r} has no step number")
     manager = fastckpt.Manager(path.parent, name=form)
     if options.off:
         manager.unpin(step)

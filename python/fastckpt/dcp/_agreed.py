@@ -71,8 +71,8 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
     for outer, (first, *others) in ids.items():
         if others:
             raise ValueError(
-                f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which refer to other "
-                f"parameters on rank {others[0][0]} than on rank {first[0]}: give the state that "
+                f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which refer to different "
+                f"parameters on rank {others[0][0]} and on rank {first[0]}: give the state that "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
             )
     values.update((key, tokens) for key, _, (tokens, *_) in found)
@@ -150,8 +150,8 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
         if len(about) > 1:
             (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in about]
             raise ValueError(
-                f"dcp.save: rank {second} has {key!r} with another dtype or shape ({other[0]} {other[1]}) than rank "
-                f"{first} ({own[0]} {own[1]})"
+                f"dcp.save: the dtype or shape of {key!r} differs between rank {second} ({other[0]} {other[1]}) and "
+                f"rank {first} ({own[0]} {own[1]})"
             )
         cut = [
             [[json.loads(box), runs_of(ranks_of(runs))] for box, runs in sorted(holders.items())]

@@ -202,8 +202,8 @@ class Fill:
         if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
             # torch's copy would change them in this tensor object, but not in others over the same memory.
             raise StructureMismatchError(
-                f"load: {asked.key!r} is quantised with another scale, zero point or dtype in the checkpoint than in "
-                "the state: give a tensor with the same, or load it with fastckpt.load"
+                f"load: {asked.key!r} is quantised, and its scale, zero point or dtype in the checkpoint differs from "
+                "that in the state: give a tensor with those of the checkpoint, or load it with fastckpt.load"
             )
         if asked.target.layout is _torch.torch.strided:
             for dimension, (start, stop) in enumerate(asked.box):

@@ -89,5 +89,5 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
                 raise
-            what = f"rename {src_path}: only an empty directory, or a file by a file, is replaced"
+            what = f"rename {src_path}: a file can replace only a file, and a directory only an empty directory"
             raise FileExistsError(errno.EEXIST, what, str(dst_path)) from error

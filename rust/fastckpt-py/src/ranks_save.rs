@@ -185,7 +185,7 @@ impl RankSave {
             "full" => Depth::All,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "replicas of ranks are not compared by `{depth}`"
+                    "`{depth}` is not a way to compare replicas of ranks"
                 )));
             }
         };

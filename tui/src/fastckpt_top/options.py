@@ -158,7 +158,7 @@ def _number(low: float, high: float, what: str, units: Mapping[str, float] = _PL
         except (ValueError, KeyError):
             value = float("nan")
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
+            raise argparse.ArgumentTypeError(f"`{word}`: expected {what}")
         return value
 
     return parse

@@ -57,7 +57,7 @@ class Recording:
         if not isinstance(schema, str) or not schema.startswith("fastckpt-top/"):
             raise ReplayError(f"{path}: not a recording of fastckpt-top")
         if schema != SCHEMA:
-            raise ReplayError(f"{path}: recorded as {clean(schema)}, this version plays {SCHEMA}")
+            raise ReplayError(f"{path}: recorded as {clean(schema)}, but this version plays {SCHEMA}")
         if self.header.get("kind") == "header":
             lines.pop(0)
         if not lines:

@@ -294,7 +294,7 @@ def _check_prefix(data: bytes) -> None:
         raise BadSegment(f"too short: {len(data)} bytes")
     magic, major, minor, _, _, tag = struct.unpack_from("<8sHHIII", data)
     if magic != MAGIC:
-        raise BadSegment("no segment: the magic number is missing")
+        raise BadSegment("not a segment: the magic number is missing")
     if tag != ENDIAN_TAG:
         raise BadSegment("written with another byte order")
     if major != MAJOR:
@@ -323,14 +323,14 @@ def decode_header(data: bytes, file_size: int) -> Header:
     if header.generation == 0:
         raise BadSegment("not published: still being built")
     if header.header_size < HEADER_SIZE or header.total_size > file_size:
-        raise BadSegment(f"sizes: header {header.header_size}, total {header.total_size}, file {file_size}")
+        raise BadSegment(f"invalid sizes: header {header.header_size}, total {header.total_size}, file {file_size}")
     for name, offset, stride, count, least in (
         ("operations", header.op_off, header.op_stride, header.op_count, SIZES["operation"]),
         ("threads", header.thr_off, header.thr_stride, header.thr_count, SIZES["thread"]),
         ("history", header.hist_off, header.hist_stride, header.hist_count, SIZES["history"]),
     ):
         if stride < least or stride % 8 or offset % 8 or offset < TABLES_OFFSET:
-            raise BadSegment(f"table of {name}: offset {offset}, stride {stride}")
+            raise BadSegment(f"table of {name}: offset {offset} or stride {stride} is invalid")
         if offset + stride * count > header.total_size:
             raise BadSegment(f"table of {name} reaches beyond the end: {offset} + {stride} x {count}")
     return header

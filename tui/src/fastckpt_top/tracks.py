@@ -244,7 +244,7 @@ class OpTrack:
     def hangs(self) -> str:
         """The call to the storage that a save waits for, and since when, in the producer's words; or empty."""
         said = self.proc.process.warning
-        return said if self.running and self.op.kind == Kind.SAVE and said.startswith("hangs since ") else ""
+        return said if self.running and self.op.kind == Kind.SAVE and said.startswith("has hung since ") else ""
 
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
         """Seconds without progress or sign of life, if that is too long; else None.

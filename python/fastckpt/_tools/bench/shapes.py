@@ -65,7 +65,7 @@ def of_workload(name: str, scale: float, ranks: int, tensors: int) -> list[Share
         raise ValueError(f"bench: --workload must be one of {', '.join(WORKLOADS)}, not {name!r}")
     workload = WORKLOADS[name]
     if ranks > workload.processes:
-        raise ValueError(f"bench: workload {name} has {workload.processes} processes: give --ranks up to that")
+        raise ValueError(f"bench: workload {name} has {workload.processes} processes: give fewer --ranks")
     shares = []
     for rank in range(ranks):
         weights, optimizer = workload.share(rank)

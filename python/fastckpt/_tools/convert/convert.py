@@ -82,7 +82,9 @@ def export(
             f"{', '.join(BY_NAME)}"
         )
     if named not in (None, form):
-        raise CheckpointError(f"{paths}: --format is {form}, and the name is one of {named}: change one of them")
+        raise CheckpointError(
+            f"{paths}: --format is {form}, but the suffix {destination.suffix} means {named}: change one of them"
+        )
     for name in given:
         if name not in FORMATS[form]:
             fit = " or ".join(each for each, names in FORMATS.items() if name in names)

@@ -88,7 +88,7 @@ class Directory:
         for key, about in metadata.state_dict_metadata.items():
             path = paths.get(key, (key,))
             if type(key) is not str or type(path) is not tuple or not _leads(path):
-                raise ValueError(f"keys that lead to {key!r}")
+                raise ValueError(f"the path of keys to {key!r} is invalid")
             if isinstance(about, _BYTES):
                 found[key] = Item(path, None, None, [self._piece(where[key, None], (), ())])
                 continue
@@ -96,12 +96,12 @@ class Directory:
             dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
             pieces = [self._piece(where[key, chunk.offsets], chunk.offsets, chunk.sizes) for chunk in about.chunks]
             if not isinstance(about, _TENSOR) or not isinstance(dtype, self.torch.dtype):
-                raise TypeError(f"neither a tensor nor a value: {key!r}")
+                raise TypeError(f"the entry {key!r} is neither a tensor nor a value")
             if not _covers(about.size, pieces):
                 raise ValueError(f"the pieces of {key!r} are not the whole tensor")
             found[key] = Item(path, dtype, about.size, pieces)
         if _longest(found) > len(found) + _GAPS:
-            raise ValueError("lists of which nearly all is missing")
+            raise ValueError("lists with nearly all of their members missing")
         return found
 
     def _piece(self, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:

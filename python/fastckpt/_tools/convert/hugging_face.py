@@ -145,7 +145,7 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
     if useless:
         raise CheckpointError(
             f"cannot export {source}: --strip-prefix {min(useless)}: no name begins with that: "
-            f"they are as {next(iter(chosen.values()))!r}"
+            f"the first name is {next(iter(chosen.values()))!r}"
         )
     return list(names)
 

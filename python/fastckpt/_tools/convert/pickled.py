@@ -62,7 +62,7 @@ def check(source: Path) -> None:
         answer.seek(0)
         text = answer.read()
     if done.returncode == 0 and not text:
-        raise RefusedError(None, "the process that reads it first ended without an answer")
+        raise RefusedError(None, "the first process to read it ended without an answer")
     found = json.loads(text) if text else {}
     kind = found.get("kind")
     if done.returncode > 0:

@@ -119,7 +119,7 @@ def _layout(name: Any) -> str:
 def _encode(text: Any, encoding: Any) -> bytes:
     """The function with which the second pickle protocol makes bytes."""
     if encoding != "latin1" or type(text) is not str:
-        raise pickle.UnpicklingError("bytes in another encoding")
+        raise pickle.UnpicklingError("bytes that are not latin1 text")
     return text.encode("latin1")
 
 
@@ -130,7 +130,7 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
 def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
     known = None if factory is None else _plain(factory, Recorder).kind
     if factory is not None and known not in _FACTORIES:
-        raise pickle.UnpicklingError("an invalid factory")
+        raise pickle.UnpicklingError("an invalid factory of a defaultdict")
     return defaultdict(known, _plain(items, tuple, dict))
 
 
@@ -292,7 +292,7 @@ def _build(reader: Any) -> None:
     elif type(made) is OrderedDict and all(type(name) is str for name in _plain(state, dict)):
         vars(made).update(state)
     else:
-        raise pickle.UnpicklingError(f"a state of a {type(made).__name__}")
+        raise pickle.UnpicklingError(f"a state that a {type(made).__name__} cannot have")
 
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -434,7 +434,7 @@ def _fill(made: Any, state: Any) -> None:
         raise pickle.UnpicklingError("an invalid array")
     expected = math.prod(shape) * (1 if found.hasobject else found.itemsize)
     if len(_plain(content, list if found.hasobject else bytes)) != expected:
-        raise pickle.UnpicklingError("an array of another size")
+        raise pickle.UnpicklingError("an array whose content does not fit its shape and dtype")
     made.__setstate__((1, shape, found, fortran, content))
 
 

@@ -139,7 +139,7 @@ def layout(
             raise ValueError(f"plan: {gpus} GPUs are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
         dp = gpus // (tp * pp)
     if tp * pp * dp != gpus:
-        raise ValueError(f"plan: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} are not the {gpus} GPUs")
+        raise ValueError(f"plan: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} is not the number of GPUs, {gpus}")
     if dp % ep:
         raise ValueError(f"plan: expert parallelism {ep} must divide data parallelism {dp}")
     return Layout(tp, pp, dp, ep, zero)

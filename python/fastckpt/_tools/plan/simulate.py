@@ -222,7 +222,7 @@ def simulate(
         if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
             raise ValueError(f"plan: --simulate: {name} must be more than 0, not {value!r}")
     if accelerators < 1 or runs < _GROUPS or seed < 0:
-        raise ValueError(f"plan: --simulate: at least 1 accelerator, {_GROUPS} runs and a seed of 0 are required")
+        raise ValueError(f"plan: --simulate: give at least 1 accelerator and {_GROUPS} runs, and a seed of 0 or more")
     mttf = formulas.cluster_mttf(mttf_gpu, accelerators)
     expected = runs * duration / mttf
     if not _FEWEST <= expected <= _MOST:

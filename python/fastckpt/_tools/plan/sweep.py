@@ -72,7 +72,7 @@ def _range(text: str, parts: Sequence[str]) -> list[str]:
         ) from None
     grows = start > 0 and step > 1 if factor else step > 0
     if not (grows and start <= stop and all(map(math.isfinite, (start, stop, step)))):
-        raise ValueError(f"plan: --sweep {text!r}: a range must rise from its start to its stop, and end")
+        raise ValueError(f"plan: --sweep {text!r}: a range must be finite and rise from its start to its stop")
     # The small constants absorb rounding: 0.9:0.99:0.01 has ten values.
     number = math.log(stop / start, step) if factor else (stop - start) / step
     if number > _MOST:

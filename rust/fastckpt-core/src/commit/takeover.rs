@@ -101,7 +101,7 @@ impl Workspace {
         // file is looked up.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
-            Err(error) => return Err(Error::io("find after the rename", &self.target)(error)),
+            Err(error) => return Err(Error::io("find the renamed checkpoint", &self.target)(error)),
         }
         let in_two_steps = done.in_two_steps;
         Ok((done, Displaced { workspace: self, found: displaced, in_two_steps }))

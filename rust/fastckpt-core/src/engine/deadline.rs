@@ -116,7 +116,7 @@ fn text(Hanging { operation, path, since, .. }: &Hanging) -> String {
     let day = began.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() % 86_400);
     let (hour, minute, second) = (day / 3600, day / 60 % 60, day % 60);
     let file = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-    format!("hangs since {hour:02}:{minute:02}:{second:02}Z in {operation}: {file}")
+    format!("has hung since {hour:02}:{minute:02}:{second:02}Z in {operation}: {file}")
 }
 
 /// Whether a save has ended because it was abandoned.
@@ -192,8 +192,8 @@ mod tests {
         let outcome = wait((&heard, &answers), &calls, times, &mut progress, say);
         assert_eq!(outcome.unwrap().unwrap(), 7);
         assert_eq!(said.len(), 2, "{said:?}");
-        let (since, place) = said[0].split_at("hangs since 12:34:56Z".len());
-        assert!(since.starts_with("hangs since ") && since.ends_with('Z'), "{since}");
+        let (since, place) = said[0].split_at("has hung since 12:34:56Z".len());
+        assert!(since.starts_with("has hung since ") && since.ends_with('Z'), "{since}");
         assert_eq!((place, &*said[1]), (" in rename: file", "the storage answers again"));
         Calls::enter(None);
     }

@@ -44,7 +44,7 @@ pub fn check(what: &str, json: &str) -> Result<(), String> {
             return Err(format!("{what} is deeper or longer than the format allows"));
         }
         if lists > 1 {
-            return Err(format!("{what} holds a token of more than one list"));
+            return Err(format!("{what} holds a token with more than one list in it"));
         }
     }
     Ok(())

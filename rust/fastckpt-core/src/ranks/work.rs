@@ -308,7 +308,8 @@ fn messages(supplies: &[Supply], duties: &Duties) -> Vec<(usize, Range<u64>)> {
 
 fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
     Error::Invalid(format!(
-        "of {needed} bytes of tensors in bytes {}..{} of `{}`, the ranks have {given}: the ranks' plans are wrong",
+        "the ranks have {given} of {needed} bytes of tensors in bytes {}..{} of `{}`: the plans of the \
+         ranks are wrong",
         unit.start, unit.end, plan.shards[unit.shard].file
     ))
 }

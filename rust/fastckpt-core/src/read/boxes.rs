@@ -99,8 +99,8 @@ fn in_bytes(
     let whole = |count: u64| (count * bits).is_multiple_of(8);
     if last.step != 1 || ![*size, last.start, last.stop].into_iter().all(whole) {
         return Err(format!(
-            "elements of {bits} bits share bytes: along the last dimension it must begin and end at a whole byte, \
-             in steps of 1"
+            "elements of {bits} bits share bytes: the range along the last dimension must begin and end at a \
+             whole byte, in steps of 1"
         ));
     }
     *size = *size * bits / 8;

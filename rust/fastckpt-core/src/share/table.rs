@@ -159,7 +159,10 @@ impl Share {
     pub fn in_pages(self, page: u64) -> Result<Self> {
         let fits = page.is_power_of_two() && page >= PAGE && self.block_size.is_multiple_of(page);
         if !fits {
-            return Err(Error::Invalid(format!("blocks of {} bytes in pages of {page}", self.block_size)));
+            return Err(Error::Invalid(format!(
+                "blocks of {} bytes do not fit pages of {page} bytes",
+                self.block_size
+            )));
         }
         Ok(Self { page, grain: self.grain.max(page), ..self }.anew())
     }
@@ -170,7 +173,10 @@ impl Share {
     /// Fails unless a grain is whole pages.
     pub fn in_teams(self, grain: u64, team: u32) -> Result<Self> {
         if !grain.is_power_of_two() || grain < self.page {
-            return Err(Error::Invalid(format!("grains of {grain} bytes of pages of {}", self.page)));
+            return Err(Error::Invalid(format!(
+                "grains of {grain} bytes do not fit pages of {} bytes",
+                self.page
+            )));
         }
         Ok(Self { grain, team, ..self }.anew())
     }

@@ -67,7 +67,7 @@ impl Staging {
             return Err(short());
         }
         if self.memory.is_some() {
-            return Err(Error::Misused("the snapshot has memory"));
+            return Err(Error::Misused("the snapshot already has memory"));
         }
         self.memory = Some((Arc::clone(memory), memory.take()?));
         Ok(())

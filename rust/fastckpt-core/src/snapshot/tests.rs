@@ -148,7 +148,7 @@ fn memory_serves_one_snapshot_at_a_time() {
     let ((first, memory), (second, _)) = (patterned(&[10, 10]), patterned(&[10, 10]));
     assert!(matches!(stage(&first, &[1; 2], true), Err(Error::Misused("the snapshot has no memory"))));
     first.attach(&memory).unwrap();
-    assert!(matches!(first.attach(&memory), Err(Error::Misused("the snapshot has memory"))));
+    assert!(matches!(first.attach(&memory), Err(Error::Misused("the snapshot already has memory"))));
     assert!(matches!(second.attach(&memory), Err(Error::Misused(_))));
     assert!(matches!(first.images(), Err(Error::Misused("the snapshot is not staged"))));
     stage(&first, &[1; 2], true).unwrap();
