@@ -200,7 +200,7 @@ class Fill:
             StructureMismatchError: its scale, zero point or dtype differs from that of the tensor to fill.
         """
         if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
-            # torch's copy would change them in this tensor object, but not in others over the same memory.
+            # torch's copy would change the quantiser in this tensor object, but not in others over the same memory.
             raise StructureMismatchError(
                 f"load: {asked.key!r} is quantised with another scale, zero point or dtype in the checkpoint than in "
                 "the state: give a tensor with the same, or load it with fastckpt.load"
