@@ -141,7 +141,7 @@ class _Flattener:
         self.ties: dict[Any, int] = {}
         self.names = dict(RESERVED)
         self.keys_in_keys = 0
-        #: Bytes of tensors that are parts of others, beyond the first time.
+        #: Bytes of tensors that are parts of others, counted again for each use after the first.
         self.again = 0
         #: The outermost tensor on the stack whose parts are being flattened.
         self.tensor: _Frame | None = None
