@@ -175,7 +175,7 @@ class Prefix:
             OSError: the store does not answer, or refuses.
         """
         if step not in self._begun:
-            # The copies of a fast trainer skip most steps, and a request for each step would take longer than its save.
+            # If saves are fast, most steps are never copied, and a request for each would take longer than its save.
             return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)

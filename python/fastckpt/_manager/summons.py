@@ -103,7 +103,7 @@ class Summons:
             if error is not None:
                 raise error
             call = self._last = self._called.get(here)
-            # Earlier calls are over: another round may have brought this rank past them before it knew of them.
+            # Earlier calls are over: where the ranks asked each other in any case, this rank did not wait for the call.
             self._called = {behind: each for behind, each in self._called.items() if behind > here}
             return call
 
