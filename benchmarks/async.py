@@ -127,7 +127,7 @@ def kept_stager() -> Any:
     """A stager of torch.distributed.checkpoint that copies within the call, into memory that it keeps."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    # Shared memory serves a writer in another process; the other options serve devices.
+    # All off: shared memory is for a writer in another process, and the other options are for devices.
     return DefaultStager(StagingOptions(False, False, False, False))
 
 

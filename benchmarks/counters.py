@@ -60,7 +60,7 @@ def main() -> None:
     try:
         savers = {counters: saver(args.directory, int(args.size * 1e9), counters) for counters in ("1", "0")}
         for process in savers.values():
-            save(process)  # warm: slabs, page tables
+            save(process)  # warms up: staging buffers, page tables
         figures: dict[str, list[dict[str, Any]]] = {"1": [], "0": []}
         for round_ in range(args.rounds):
             for counters in ("1", "0") if round_ % 2 else ("0", "1"):

@@ -43,7 +43,7 @@ from fastckpt._tools.bench import raw
 
 #: The number of tensors in the state of many small ones, and bytes of each; fewer tensors if time is short.
 MANY, MANY_BYTES = 60_000, 16384
-#: Bytes that show how fast the storage is, and the share of the time for a round of all contenders at that speed.
+#: Bytes that measure the speed of the storage, and the share of the time for a round of all contenders at that speed.
 PROBE, ROUND = 256 * MB, 0.2
 #: The largest share of the time that one operation of one contender may take.
 PATIENCE = 0.25

@@ -28,7 +28,7 @@ from bench.summary import section
 if TYPE_CHECKING:
     import argparse
 
-# Axis: the argument or the environment variable, whether it is a variable, the values, their type.
+# By axis: an argument or an environment variable, whether it is a variable, the values to try, and their type.
 AXES: dict[str, tuple[str, bool, str, Any]] = {
     "block": ("FASTCKPT_BLOCK_SIZE", True, "256K,1M,2M,4M,8M,16M", options.amount),
     "depth": ("FASTCKPT_QUEUE_DEPTH", True, "1,2,4,8,16,32", int),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: The number of values in the state.
 VALUES = 20
-#: The number of stages. The ranks of each stage have a value with a tensor; they are this many ranks apart.
+#: The number of stages. The ranks of a stage, which are this many ranks apart, have a value with a tensor.
 STAGES = 8
 COLUMNS = 64
 

@@ -282,7 +282,7 @@ def main() -> int:
     for kind in chosen.kinds:
         for ranks in chosen.ranks:
             rows = points(kind, ranks, 0, chosen.sample)
-            # Without teams, each rank has one run for each tensor: on more ranks, too many to lay out, and all alike.
+            # Without teams, a rank has one run per tensor: above 1024 ranks, too many runs to lay out, and all alike.
             if ranks <= 1024:
                 alike = rows[1]["team"] == 1
                 rows += points(kind, ranks, 1, chosen.sample)[: 1 if alike else 2]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 #: The scenes, in order.
 SCENES = ("save", "restore", "preemption")
-#: Seconds of a step in the two preemptions, and seconds of training before the signal: not a multiple of both.
+#: Seconds of a step in the two preemptions, and seconds of training before the signal, within one of the longer steps.
 STEPS, BEFORE = (5.0, 0.01), 11.7
 TIMEOUT = 600.0
 #: Page, grain and team of a save to a file system that many machines share.

@@ -81,7 +81,7 @@ __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
 #: No limit: none of the core's threads run here.
 MOST_THREADS = sys.maxsize
-#: The version of no plan: ranks do not save or load together here.
+#: 0 means that there is no plan: ranks do not save or load together here.
 PLAN = 0
 
 Gathering = for_linux("Gathering")

@@ -127,7 +127,7 @@ def expected_goodput(interval: float, cost: float, mttf: float, restart: float =
     if interval <= cost:
         return 0.0
     exponent = (restart + lag + interval) / mttf
-    # exp(r) * expm1(i) overflows long after nothing is left.
+    # The divisor below overflows only where the result has long been practically 0.
     if exponent > 700:  # noqa: PLR2004 - the logarithm of the largest float is 709
         return 0.0
     return (interval - cost) / mttf / (math.exp((restart + lag) / mttf) * math.expm1(interval / mttf))

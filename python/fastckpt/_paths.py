@@ -9,7 +9,7 @@ from typing import TypeAlias
 #: Argument types of public functions, as type checkers see them.
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-#: A pathlib.Path has folded the two slashes of a URL into one. A drive of Windows has one letter.
+#: A pathlib.Path folds the two slashes of a URL into one. A Windows drive has one letter.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 

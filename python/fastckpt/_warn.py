@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-#: Modules that are not the program. ``torch.distributed.checkpoint`` calls fastckpt's reader and writer.
+#: Modules that do not belong to the program. ``torch.distributed.checkpoint`` calls fastckpt's reader and writer.
 _LIBRARIES = frozenset({"fastckpt", "torch"})
 
 

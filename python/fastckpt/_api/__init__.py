@@ -3,7 +3,7 @@
 from fastckpt import _core, _crc64
 from fastckpt._namesake import warn_of_namesake
 
-# Here, and not in fastckpt/__init__.py, which the other distribution may have overwritten: importing
+# The check is here, and not in fastckpt/__init__.py, which the other distribution may have overwritten: importing
 # fastckpt.distributed or fastckpt.dcp runs this file, too.
 warn_of_namesake()
 _crc64.use(_core.crc64, _core.crc64_joined)

@@ -330,7 +330,7 @@ class Targets:
                 plain = self._made[tag, index] = self._tensor(index)
             try:
                 return torch_for("a torch tensor").with_flags(plain, flags)
-            except RuntimeError as error:  # an integer that should require a gradient
+            except RuntimeError as error:  # an integer tensor cannot require a gradient
                 raise self._malformed(index, str(error)) from error
         if tag == "array" and self.framework == "torch":
             return self._array_as_tensor(index)
@@ -468,7 +468,7 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of a tensor that would be too large without its dimension of size 0.
+        # Neither numpy nor torch can count the elements of an empty tensor whose other sizes alone are too large.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape

@@ -122,9 +122,9 @@ class Into:
         self._owners = self._objects()
         self._mismatches = Mismatches()
         self._entries: list[_Entry] = []
-        #: The values that composed tensors are filled into, by position; None for values to be made.
+        #: By position, for each tensor made of others (such as a sparse one): the value to fill, or None to make one.
         self._composed: dict[int, Any] = {}
-        #: The number of the stored tensor that fills a tensor of into, by its tie.
+        #: For each tensor of into, by its tie: the number of the stored tensor that fills it.
         self._ties: dict[Any, int] = {}
         #: The layout in memory of each tensor of into, by its tie.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}

@@ -22,7 +22,7 @@ Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 
 _MOST_NICE = 19
 _LEAST_STAGING = 4 << 20
-#: Seconds that a save in the background waits by default for an answer of the storage, and the value for no limit.
+#: Seconds that a save in the background waits by default for an answer from the storage, and the value for no limit.
 _PATIENCE, _ENDLESS = 600, 10**9
 
 

@@ -11,7 +11,7 @@ from threading import get_ident
 from .event import Event
 
 _logger = logging.getLogger("fastckpt")
-#: Lines that are being written: the thread, and the event that is set when it is done.
+#: For each line that is being written: its thread, and the event that is set when the line is written.
 _lines: list[tuple[int, Event]] = []
 #: The most seconds that a fork waits for a line, whose writer may be waiting for the thread that forks.
 _WAIT = 5.0
@@ -46,7 +46,7 @@ def set_up() -> None:
 
 
 def _handle(record: logging.LogRecord) -> None:
-    # No lock: a signal handler may log in a thread that holds a lock of logging, for which other threads wait.
+    # This takes no lock: a signal handler may log in a thread that holds a lock of logging, for which others wait.
     line = get_ident(), Event()
     _lines.append(line)
     try:

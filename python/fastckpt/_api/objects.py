@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.spreads import Spreads
 
-#: Tokens with tensor numbers that no checkpoint has: a placeholder for an item of a list that was not chosen, and the
-#: token of the first object.
+#: The placeholder for an item of a list that was not chosen, and the tensor number in the token of the first object
+#: (lower by 1 for each further object). No checkpoint has these tensor numbers.
 HOLE_TOKEN: list[Any] = ["tensor", -1]
 _NUMBER = -2
 

@@ -91,7 +91,7 @@ class Report:
         """Add the attributes that all reports have to the docstring of each class."""
         if cls.__doc__ is not None:
             common = textwrap.dedent((Report.__doc__ or "").partition("Attributes:\n")[2].rstrip())
-            # From Python 3.13 on, docstrings come without their common indentation.
+            # Since Python 3.13, docstrings come without their common indentation.
             cls.__doc__ = re.sub(
                 r"^( *)\{attributes\}$", lambda mark: textwrap.indent(common, mark[1]), cls.__doc__, flags=re.MULTILINE
             )

@@ -16,7 +16,7 @@ from .outcome import logger
 
 #: Loads of fewer bytes are not checked, because they fit anywhere.
 _LITTLE = 64 << 20
-#: From this share of the remaining memory on, a load logs a warning.
+#: A load that fills at least this share of the remaining memory logs a warning.
 _NEAR = 0.9
 
 

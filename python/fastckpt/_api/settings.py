@@ -139,7 +139,7 @@ _ELSEWHERE = {
     "max_shard_size": "files=fastckpt.Files(shard_size=...)",
     "force": "overwrite=",
 }
-#: Records of options, by the argument that accepts them: their public names and classes.
+#: By argument, the class that holds its options, such as ``fastckpt.IO``: the public name, and the class itself.
 _RECORDS: dict[str, tuple[str, type]] = {}
 
 

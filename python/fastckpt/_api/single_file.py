@@ -146,7 +146,7 @@ class WritableFile(io.BufferedIOBase):
         limited = how.bandwidth_limit is not None
         threads = how.threads or (self._pace.threads if limited else _THREADS)
         self._pool = ThreadPoolExecutor(threads, "fastckpt")
-        # Memory for one block each; None until needed. There are two more than threads: one is being filled.
+        # Each item is memory for one block, None until needed. There are two more than threads: one is being filled.
         self._memories: SimpleQueue[Any] = SimpleQueue()
         for _ in range(threads + 2):
             self._memories.put(None)
@@ -242,7 +242,7 @@ class WritableFile(io.BufferedIOBase):
         self._error = self._error or ValueError(f"open_write: {self.name} was discarded")
         self._pace.halt()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(ValueError):  # it was about to be published
+        with contextlib.suppress(ValueError):  # the file was already taken to be published
             self._file.discard()
 
     def __exit__(
@@ -267,7 +267,7 @@ class WritableFile(io.BufferedIOBase):
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """A context in which no other thread writes to the file or closes it."""
-        if os.getpid() != self._process:  # first: another thread may have held the lock when this process was forked
+        if os.getpid() != self._process:  # before the lock, which another thread may have held at the fork
             raise ValueError(f"open_write: {self.name} belongs to the process that this one was forked from")
         with self._lock:
             if self.closed:

@@ -97,7 +97,7 @@ class Tailor:
             dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
         for index, name in dtypes.items():
             self._cast(flat, index, name)
-        # They may refer to functions of the program, which must not be kept until a background save ends.
+        # These may refer to functions of the program, which must not be kept until a background save ends.
         self._selection = self._dtype = None
 
     def _note_unused(self, patterns: Patterns | None) -> None:

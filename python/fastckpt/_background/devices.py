@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Bytes per request: the granularity of progress and cancellation, and of steps before memory is pinned.
 PART = 1 << 30
-#: Parts of a tensor begin at whole elements: no element is larger.
+#: The most bytes of an element: the parts of a tensor must begin at whole elements.
 _ELEMENT = 16
 
 

@@ -7,7 +7,7 @@ import errno
 from fastckpt import _core
 from fastckpt._api.outcome import logger
 
-#: Whether the kernel grants a niceness.
+#: By niceness, whether the kernel grants it.
 _tried: dict[int, bool] = {}
 
 

@@ -62,7 +62,7 @@ class Staging:
         self.devices = Devices(request.sources, most_pinned(request.settings.io))
         self.seconds = 0.0
         self._keep = request.flat.keep
-        #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
+        #: By tensor, whether the core still has to copy it: 1 for one on the host, 0 for one on a device.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
         #: Tensors that are copied in the background: names by number.
         self.late = _countable(request) if request.settings.io.lazy else {}
@@ -155,21 +155,21 @@ class Staging:
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
         # Code other than a step may change these tensors without notice. So the caller's streams wait now; the streams
-        # of steps, which may be others, wait for these copies as for all others.
+        # of steps, which may be different ones, wait for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # Pin only now: the tensors above are copied to memory that is pinned or not, and the call waits for no pinning.
+        # Pin only now: the tensors above can also be copied to unpinned memory, so the call does not wait for pinning.
         if must_pin:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
         if self._unasked and self.devices.is_pinned:
-            # From here on, copies need no host thread, nor the GIL, which forward may hold.
+            # From here on, copies need neither a host thread nor the GIL, which a forward pass may hold.
             asked.copies += self.devices.ask(self._unasked)
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
         self._rest = bytes(byte and index in late for index, byte in enumerate(rest))
-        # Their memory must stay even if the tensors get other memory. Copied memory belongs to the caller again.
+        # The memory of late tensors must stay even if they get other memory. Copied memory belongs to the caller again.
         keep[:] = [keep[index].detach() for index in late]
         if not self._unasked and not any(self._rest):
             self._pending._may_step.open()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .sources import Item
 
 #: If no file arrives for this long, the first process copies the missing files: seconds, and a multiple of the time for
-#: its own files.
+#: the largest missing file at the speed of the first process.
 PATIENCE, TIMES = 10.0, 4
 #: Bytes per second to assume if the first process has copied nothing itself.
 RATE = 50e6

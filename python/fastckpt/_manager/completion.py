@@ -152,7 +152,7 @@ class Completion:
                 # A signal is answered first, at the step boundary; then the process must end in time.
                 drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
             return
-        # The coordinator commits, so its work is done.
+        # The coordinator commits the copies: they are done when its drain is.
         leading = drain if self.ranks.leads else None
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)

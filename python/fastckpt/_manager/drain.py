@@ -99,7 +99,7 @@ class Drain:
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; the highest numbers go first.
         self._waiting: dict[int, int] = {}
-        #: All steps that ever waited: the local tier may remove a step that is here and not in the set above.
+        #: All steps that ever waited: the local tier may remove a step that is here but not in `_waiting`.
         self._seen: set[int] = set()
         #: The steps that this process has saved.
         self._own: set[int] = set()
@@ -200,8 +200,8 @@ class Drain:
             self._stopped = False
         try:
             if from_here and self._remote.lacks(step):
-                # The remote tier lacks it, or has a save of it on a branch that this run has left: a lost node would
-                # lose all.
+                # The remote tier lacks the step, or has a save of it on a branch that this run has left: if the node
+                # were lost now, everything would be lost.
                 self._bring(step)
             self.start()
             yield

@@ -40,7 +40,7 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: By name, each leftover as it was first seen, and the time.
+        #: By name, each leftover as it was first seen, and the time of that.
         self._seen: dict[str, tuple[Leftover, float]] = {}
         #: Warnings for the report of the next save.
         self.warning: str | None = None

@@ -123,7 +123,7 @@ class History:
             # Two nodes that continue from one checkpoint need different orders: nothing else distinguishes their saves.
             order = self._order + 1 + secrets.randbits(20)
         if self._turns or self._step is None or step <= self._step:
-            # A program that restores by other means continues the highest step below.
+            # A program that restores by other means is assumed to continue from the highest step below this one.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
             # A fork is omitted if the new fork leaves behind all checkpoints that the older one left.

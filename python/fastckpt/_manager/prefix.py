@@ -175,7 +175,7 @@ class Prefix:
             OSError: the store does not answer, or refuses.
         """
         if step not in self._begun:
-            # A fast trainer skips most of these steps. A request for each would take longer than its save.
+            # If saves are fast, most steps are never copied, and a request for each would take longer than its save.
             return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)

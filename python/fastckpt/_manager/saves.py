@@ -203,7 +203,7 @@ class Saves:
         try:
             pending = call(given.state, self.path_of(given.step), **how)
         except BaseException as error:
-            # The error is that of an earlier save, and this save has begun.
+            # If the error is that of an earlier save, this save has begun.
             begun = getattr(error, "pending_save", None)
             if begun is not None:
                 self._follow(given, began, begun)

@@ -103,7 +103,7 @@ class Summons:
             if error is not None:
                 raise error
             call = self._last = self._called.get(here)
-            # For another round, this rank may have come to some of these boundaries before it learned of the call.
+            # Earlier calls are over: where the ranks asked each other in any case, this rank did not wait for the call.
             self._called = {behind: each for behind, each in self._called.items() if behind > here}
             return call
 

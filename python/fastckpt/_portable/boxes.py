@@ -75,7 +75,7 @@ class Box:
         if strides is None:
             strides = [prod(self.counts[dimension + 1 :]) * self.size for dimension in range(len(self.counts))]
         reach = [(count - 1) * stride for count, stride in zip(self.counts, strides, strict=True)]
-        #: The bytes of memory below the first element, and its total size.
+        #: The bytes of memory below the first element, and the total size of the memory.
         self.below = -sum(step for step in reach if step < 0)
         self.reach = self.below + sum(step for step in reach if step > 0) + self.size
         if (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Temporary names that saves and removals give to directories (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
-#: The names of the model's shards if the model is an adapter, without their number.
+#: The name of the model's shards if the model is an adapter, without the number of a shard.
 ADAPTER = "adapter_model"
 _SHARD = re.compile(rf"(?:model|{ADAPTER}|{TRAINING}/{TRAINING})(?:-\d{{5,}}-of-\d{{5,}})?\.safetensors").fullmatch
 #: Hugging Face's index of the model's shards.

@@ -108,7 +108,7 @@ def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryvie
             "with the fastckpt that wrote it",
         )
     minor = int(needs[1].lstrip(b"0")[:_MINOR_DIGITS] or b"0")
-    if MINOR < minor < _64_BITS:  # a larger one is no number of this format, and is refused as such
+    if MINOR < minor < _64_BITS:  # a larger number is not valid in this format, and is refused as such
         found = f"{VERSION}.{minor}"
         what = f"needs a reader of format version {found}, and this fastckpt reads up to {VERSION}.{MINOR}: {_UPGRADE}"
         raise _unread(path, what)
@@ -194,7 +194,7 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
 
 
 def _pair(value: Any) -> tuple[str, str]:
-    name, words = _list(value)  # ValueError for any other number
+    name, words = _list(value)  # raises ValueError unless there are two members
     return _text(name), _text(words)
 
 
@@ -339,7 +339,7 @@ def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"expected a string, found {type(value).__name__}")
-    value.encode()  # half of a surrogate pair is no character
+    value.encode()  # raises for half of a surrogate pair, which is not a character
     return value
 
 

@@ -19,7 +19,7 @@ _DEEPEST, _TOKENS_DEEPEST = 127, 3
 #: The longest integer of 64 bits.
 _INTEGER_DIGITS = 20
 _SPACE = b" \t\r\n"
-#: The value of a member that its object names twice: two parsers may choose different ones.
+#: Stands for the value of a member that its object names twice: parsers differ in which of the values they take.
 TWICE: Final = object()
 
 #: Bytes that are scanned together, and the bytes that must not be cut: an escape.

@@ -326,7 +326,7 @@ class Reader:
                 break
             sum_ = _crc64.of(memoryview(piece)[:got], sum_)
             at_ += got
-        # A forged manifest may match a header that other readers would give another length.
+        # A forged manifest may have the right checksum for a header that other readers would read with another length.
         if at_ == shard.data_offset and field + 8 != at_:
             reason = f"header: its length field puts the data elsewhere than at byte {at_}"
             yield DamagedRange(shard.file, 0, 8, None, reason)

@@ -199,7 +199,7 @@ class Agreement:
         """For ranks with equal main tables: the list of the parts on ranks, for each number of a spread."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
-        # Ranks may leave out tensors that others have, whose spreads have numbers after or between the common ones.
+        # Spreads of tensors that only some ranks have may be numbered after or between those of the common tensors.
         used = {kind.spread for kind in variant.table.kinds} | {0}
         lists = [made.add(holders_of(variant, number if number in used else 0)) for number in range(1 + max(used))]
         differences = Differences(self.operation)

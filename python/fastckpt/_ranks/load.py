@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .torch_distributed import DataGroup
 
-#: The engines with which ranks of one host read through its page cache: 1 if it has the checkpoint, 2 always.
+#: Engines with which ranks of a host read through its page cache: 1 only if that cache has the checkpoint, 2 always.
 _CACHED = {"auto": 1, "buffered": 2}
 
 

@@ -58,7 +58,7 @@ class Member:
     turn: int = 0
     #: Hosts of the ranks from which this rank has received a message.
     hosts: dict[int, str] = field(default_factory=dict)
-    #: The last hello of each rank below, which was answered.
+    #: For each rank below, the last of its hellos that was answered.
     answered: dict[int, bytes] = field(default_factory=dict)
     #: The ranks below that have sent a message in this session: they need no further answer.
     known: set[int] = field(default_factory=set)

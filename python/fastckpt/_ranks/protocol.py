@@ -175,7 +175,7 @@ class Turn:
         self._unknown = False
         #: Whether the coordinator has completed the operation.
         self._committed = False
-        #: Whether the others failed without this rank, which accepted an old verdict of a call like this.
+        #: Whether the others failed without this rank, which accepted the old verdict of a similar call.
         self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
@@ -686,7 +686,7 @@ class Turn:
     def owe(self, why: str) -> None:
         """Leave without a verdict or a message: the others learn of it at the next call of this rank."""
         if not self.over and self.member.size > 1:
-            _ = self.number  # before a later turn uses it
+            _ = self.number  # takes the number before a later turn does
             self.member.leave_behind(self.called)
             self.member.owed.append((self, self.member.failure(why)))
         self.over = True

@@ -96,7 +96,7 @@ class Transport:
             else (f"the store of the process group ({type(root).__name__})")
         )
         self._store = store
-        #: Clients of a server: their connections block in a wait instead of polling.
+        #: Whether this is a client of a server: its connections then block in a wait instead of polling.
         self._remote = host is not None and hasattr(store, "clone")
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.

@@ -182,7 +182,7 @@ def _own_connection(store: Any) -> Any:
     """A separate connection to a store: a shared one has a lock, which the wait of another user holds."""
     try:
         return store.clone()
-    except (AttributeError, RuntimeError):  # since torch 2.8, and not of every store
+    except (AttributeError, RuntimeError):  # torch before 2.8, or a store that cannot be cloned
         return store
 
 

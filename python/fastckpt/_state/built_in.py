@@ -18,8 +18,8 @@ from .structural import Codec, Encoded, Undecodable, codec_of, without
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Represents an OrderedDict with attributes, such as the ``_metadata`` of a module's state. It is no codec, but part of
-#: the structure: partial loads descend into it.
+#: Represents an OrderedDict with attributes, such as the ``_metadata`` of a module's state. It is not a codec but part
+#: of the structure: partial loads descend into it.
 ATTRIBUTED = "collections.OrderedDict"
 
 #: The most bits of a Fraction: making one reduces it, in time quadratic in its digits.

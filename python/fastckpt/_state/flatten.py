@@ -42,7 +42,7 @@ _DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 
-#: Tokens of composed tensors, whose parts are stored in full.
+#: Tokens of tensors that are stored in parts, each of them in full.
 _MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
 #: Tokens that a user sees as one tensor.
 _COMPOSED = ('["coo"', '["compressed"', '["quantized"', '["expanded"')
@@ -68,7 +68,7 @@ class _Frame:
         self.depth = depth
         #: Whether that key has been recorded, or must not be.
         self.noted = not depth
-        #: Whether this is, or is in, a composed tensor.
+        #: Whether this is, or is in, a tensor that is stored in parts.
         self.made = made
         self.items = items
         self.keyed = keyed
@@ -141,7 +141,7 @@ class _Flattener:
         self.ties: dict[Any, int] = {}
         self.names = dict(RESERVED)
         self.keys_in_keys = 0
-        #: Bytes of tensors that are parts of others, beyond the first time.
+        #: Bytes of tensors that are parts of others, counted again for each use after the first.
         self.again = 0
         #: The outermost tensor on the stack whose parts are being flattened.
         self.tensor: _Frame | None = None
@@ -478,7 +478,7 @@ class _Flattener:
 #: The tag of a placeholder for a value that cannot be stored and will be left out, with the error.
 EXCLUDED = "excluded"
 _SETS = frozenset((set, frozenset))
-#: Only the outer mapping and the mappings in it can be the model's.
+#: The most frames around a mapping that may be the model's: the outer mapping of the state, or a mapping in it.
 _OUTER = 16
 _EXPORTED = frozenset((bytes, bytearray))
 _PLAIN_KEYS = frozenset((str, int, float, bool, type(None)))

@@ -141,7 +141,7 @@ class _Update:
         return (built if plain else made) + rest
 
 
-#: The types of most values, which the new value replaces.
+#: The types of most values. The new value replaces a value of such a type.
 _LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 
@@ -173,7 +173,7 @@ def _attributes(given: Any, built: Any) -> Steps:
         elif there is not _NOTHING:
             slot.__delete__(given)
     there, new = own_dict(given), own_dict(built)
-    # A dict may be its own attributes.
+    # A dict may be its own attribute dictionary.
     if there is None or new is None or there is given:
         return
     made = {}

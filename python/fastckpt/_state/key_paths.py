@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: Longer places are cut in the middle when they are shown.
 _SHOWN = 400
-#: Bits of an integer that is shown in hexadecimal digits.
+#: Integers of at least this many bits are shown in hexadecimal digits.
 _DECIMAL = 14_000
 
 

@@ -27,7 +27,7 @@ _COMPOSED = {
     "compressed": ("compressed_indices", "plain_indices", "values"),
     "quantized": ("stored", "scale", "zero_point", "axis"),
 }
-#: Composed tensors, and expanded ones, whose base has the same place.
+#: Tensors that are stored in parts, and expanded tensors, whose base has the same place as the tensor itself.
 _MADE = frozenset((*_COMPOSED, "expanded"))
 MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
@@ -215,7 +215,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
     out: list[tuple[int, int, str]] = []
-    # The position of a tensor's first place in `out` until a place has its stored name; then -1.
+    # By tensor, the index in `out` of its first place, or -1 once one of its places has the stored name.
     without: dict[int, int] = {}
     left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
     for position, stack, in_key in _walk(tokens):
@@ -282,7 +282,7 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
     for position, stack, in_key in _walk(tokens):
         if in_key:
             continue
-        # Every container is visited before its contents, so at most one has been entered since.
+        # Every container is visited before its contents, so at most one has been entered since the previous turn.
         while len(lengths) > len(stack):
             del path[lengths.pop() :]
         if len(lengths) < len(stack):

@@ -163,7 +163,7 @@ def _classes(cls: type) -> list[type]:
     return list(itertools.takewhile(lambda base: base not in _BASES and base.__flags__ & _HEAP, cls.__mro__))
 
 
-#: Whether a type is made at run time, as are all classes written in Python (``Py_TPFLAGS_HEAPTYPE``).
+#: The flag of types that are made at run time, as are all classes written in Python (``Py_TPFLAGS_HEAPTYPE``).
 _HEAP = 1 << 9
 
 
@@ -508,7 +508,7 @@ def _derived(cls: Any) -> _Pair:
             raise Undecodable(f"it was saved as a {type(value).__name__}, but the class is a {base.__name__}")
         try:
             made = make(cls, value)
-        except TypeError as error:  # of a type written in C that is made in its own way
+        except TypeError as error:  # a type written in C may have its own way to be made
             raise Undecodable(str(error)) from error
         return set_attributes(made, attributes)
 

@@ -285,7 +285,7 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
             raise ValueError("too few tokens")
         if position != len(tokens) - 1:
             raise ValueError("data follows its end")
-    except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too
+    except CheckpointError:  # some CheckpointErrors are TypeErrors or ValueErrors, too
         raise
     except Undecodable as error:
         place = show(place_of(map(_key_of, stack[1:])))

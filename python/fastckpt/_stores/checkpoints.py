@@ -79,7 +79,7 @@ def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = 
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: nothing is there", url)
     foreign = strangers({file_of(name) for name in names}, files, None)
-    # The folder of a save has its own copy, whatever else was uploaded beside it.
+    # The folder of a save has its own copy of torch's `.metadata`, whatever else was uploaded beside that copy.
     strange = [name for name in names if file_of(name) in foreign and not name.endswith(f"/{TORCH_METADATA}")]
     deep = [name for name in strange if "/" in file_of(name)]
     why = None

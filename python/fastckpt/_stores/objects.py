@@ -27,7 +27,7 @@ _MOST_PARTS = 9_000
 
 #: A part may take long over a slow, shared network; a server that does not answer is noticed soon.
 _CLIENT = {"connect_timeout": "5 seconds", "read_timeout": "120 seconds", "timeout": "600 seconds"}
-#: About three seconds if a server refuses, half a minute if none answers.
+#: Retries take about three seconds if a server refuses, and half a minute if none answers.
 _RETRY = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 #: The prefixes of each store's environment variables.
 _PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}

@@ -11,7 +11,7 @@ from fastckpt._paths import AnyPath, is_url, text_of
 #: The schemes of the URLs of each store. ``file`` is a path.
 SCHEMES = ("s3", "gs", "az", "memory")
 
-# A pathlib.Path has folded two slashes into one.
+# A pathlib.Path folds two slashes into one.
 _parts = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL).fullmatch
 _LOCAL = "localhost/"
 

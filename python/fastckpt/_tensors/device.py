@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .memory import Bytes
 
-    #: ``(data, start)``: changes the signs in bytes of a tensor from its logical byte ``start`` on.
+    #: ``(data, start)``: changes the signs in bytes of a tensor, of which the first is its logical byte ``start``.
     Flip = Callable[[Bytes, int], None]
 
 T = TypeVar("T")

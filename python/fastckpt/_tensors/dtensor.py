@@ -178,7 +178,7 @@ def part_of_sharded(value: Any) -> Part:
 
 
 def _placement(value: Any, dimensions: int) -> Placement:
-    if isinstance(value, _StridedShard):  # before Shard, which it once was
+    if isinstance(value, _StridedShard):  # before Shard, of which it once was a subclass
         return ("strided", value.dim % dimensions, int(value.split_factor))
     if isinstance(value, Shard):
         return ("shard", value.dim % dimensions, 0)

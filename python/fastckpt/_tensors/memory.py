@@ -22,16 +22,16 @@ Copy: TypeAlias = "Callable[[Index, Bytes], Any]"
 #: ``(start, address, nbytes)``: move the bytes ``[start, start + nbytes)`` of one array to or from ``address``.
 Mover: TypeAlias = Callable[[int, int, int], None]
 
-#: From this size on, a new buffer is aligned so that direct I/O can fill it without a copy.
+#: A new buffer of at least this size is aligned so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
 #: The kernel's page size: two tensors must not share a page, so that the memory of one can be released.
 _GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
-#: From this size on, a new buffer is in huge pages, and in memory new to the process; from the second size on, it has a
-#: separate mapping.
+#: A new buffer of at least the first size is in huge pages, and in memory new to the process; a buffer of at least the
+#: second size has a separate mapping.
 LARGE, _ALONE = 4 << 20, 32 << 20
-#: Address space that is mapped at a time for sizes in between.
+#: Address space that is mapped at a time for buffers of sizes between these two.
 _REGION = 256 << 20
 #: Only Linux can advise and release individual pages.
 _LINUX = sys.platform == "linux"
@@ -84,7 +84,7 @@ def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 def is_nested(array: np.ndarray[Any, Any]) -> bool:
     """Whether each stride of an array exceeds the extent of all smaller ones: then no two elements overlap."""
-    reach = array.itemsize if array.size else 0  # numpy gives an empty one strides of zero
+    reach = array.itemsize if array.size else 0  # numpy gives an empty array strides of zero
     for step, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if length > 1:
             if step < reach:

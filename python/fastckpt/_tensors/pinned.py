@@ -297,7 +297,7 @@ def register(
     try:
         _known.add(registration)
         registration.start()
-    except BaseException:  # of a signal handler; the thread may run
+    except BaseException:  # a signal handler may have raised it; the thread may run
         registration.close()
         raise
     return registration
@@ -331,7 +331,7 @@ def _apart(work: Callable[[], None]) -> None:
                 work()
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupt = error
-                again = not isinstance(error, Exception)  # of a signal handler: the rest must still be done
+                again = not isinstance(error, Exception)  # raised by a signal handler: the rest must still be done
         done.set()
 
     try:

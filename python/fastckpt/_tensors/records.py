@@ -84,7 +84,7 @@ def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[
     for name in (*exact(value["names"], list), *(title for title in titles if title is not None)):
         text(name)
     (size,) = integers([value["itemsize"]])
-    # numpy overlooks an end beyond 31 bits, and formats beyond the names.
+    # numpy accepts a field that ends beyond 31 bits, and more formats than names.
     ends = zip(value["names"], formats, integers(value["offsets"]), strict=True)
     if any(not 0 <= offset <= size - each.itemsize for _, each, offset in ends):
         raise ValueError("a field outside its element")

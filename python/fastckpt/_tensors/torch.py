@@ -536,7 +536,7 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    # An unrecorded range would cost more than everything else here; torch before 2.0 cannot report recording.
+    # An unrecorded range would cost more than everything else here; torch before 2.0 cannot report whether it records.
     seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:

@@ -345,7 +345,7 @@ def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> 
         return str(error) or type(error).__name__
     where = os.fsdecode(path if error.filename is None else error.filename)
     cause = error.strerror or str(error)
-    # The core's messages already name operation and path. A cause that is longer than the system's text already has a
+    # The core's messages already name operation and path. A cause that says more than the system's text already has a
     # remedy, and one remedy is enough.
     message = cause if f"`{where}`" in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)

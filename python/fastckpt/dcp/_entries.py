@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastckpt._state.unflatten import Token
 
-#: The first tokens of composed tensors.
+#: The tags in the first tokens of tensors that are made of several others.
 _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 

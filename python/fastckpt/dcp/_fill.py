@@ -200,7 +200,7 @@ class Fill:
             StructureMismatchError: its scale, zero point or dtype differs from that of the tensor to fill.
         """
         if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
-            # torch's copy would change them in this tensor object, but not in others over the same memory.
+            # torch's copy would change the quantiser in this tensor object, but not in others over the same memory.
             raise StructureMismatchError(
                 f"load: {asked.key!r} is quantised, and its scale, zero point or dtype in the checkpoint differs from "
                 "that in the state: give a tensor with those of the checkpoint, or load it with fastckpt.load"

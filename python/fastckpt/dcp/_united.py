@@ -37,7 +37,7 @@ def united(values: Iterable[list[Any]], said: Iterable[list[Any]]) -> tuple[list
         found[key] = first
         if first[2] != other[2]:
             noted += [[key, what, other[1]] for what in _differing(first[2], other[2])]
-    # If a rank was compared with a rank that differs itself, it is the higher of the two, and does not count.
+    # Only the lowest differing rank counts. A rank that was compared with a differing rank is above that rank.
     least: dict[tuple[str, int], int] = {}
     for key, what, rank in chain(*said, noted):
         least[key, what] = min(rank, least.get((key, what), rank))

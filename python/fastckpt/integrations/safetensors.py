@@ -72,7 +72,7 @@ def _safe_open(options: Any, _: Any, *given: Any, **more: Any) -> Any:
 def _serialize_file(options: Any, theirs: Any, tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
     specs = isinstance(tensor_dict, dict) and all(isinstance(one, TensorSpec) for one in tensor_dict.values())
     # Otherwise safetensors raises the error, or replaces a link by a file: the link's target may belong to others.
-    if specs and not os.path.islink(filename):  # noqa: PTH114 - safetensors has other words for what is no path
+    if specs and not os.path.islink(filename):  # noqa: PTH114 - safetensors has other words for what is not a path
         _write(tensor_dict, filename, metadata, options["io"])
     else:
         theirs(tensor_dict, filename, metadata)

@@ -85,7 +85,7 @@ def _has_acl(path: str) -> bool:
 
 
 def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any, *args: Any, **more: Any) -> None:
-    skips = getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False)  # the call seeks
+    skips = getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False)  # torch then seeks
     if skips or not _may_replace(f):
         theirs(obj, f, *args, **more)
         return

@@ -153,7 +153,7 @@ fn checksums(c: &mut Criterion) {
     });
     group.finish();
 
-    // A rank packs messages of 1 MiB from a state. The difference between the two is the cost of the checksums.
+    // A rank packs messages of 1 MiB from a state. The two benchmarks differ by the cost of the checksums.
     let mut message = vec![0u8; 1 << 20];
     let mut group = c.benchmark_group("message");
     group.throughput(Throughput::Bytes(256 << 20)).sample_size(20);

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-#: Bytes of a block, and how many are in flight.
+#: Bytes of a block, and the number of blocks in flight.
 BLOCK, IN_FLIGHT = 4 << 20, 8
 #: Memory of a :class:`Device`, in bytes.
 MEMORY = BLOCK * IN_FLIGHT

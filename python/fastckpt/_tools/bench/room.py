@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: Bytes beside the tensors: on disk headers and manifest; in memory interpreter, staging buffers and rings of a rank.
+#: Bytes beside the tensors: headers and manifest on disk; interpreter, staging buffers and rings of a rank in memory.
 _FILES = 4 << 20
 _PROCESS = 160 << 20
 

@@ -68,7 +68,7 @@ class Directory:
             with table.open("rb") as file:
                 metadata = MetadataUnpickler(self.torch, file).load()
             self.items = self._items(metadata)
-        except CheckpointError:  # some of these are TypeErrors, too
+        except CheckpointError:  # some CheckpointErrors are TypeErrors, too
             raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(

@@ -192,7 +192,7 @@ def _storable(
     else:
         try:
             if leaf.dtype not in dtypes:
-                # As the library names it; one element of torch can be several values of the format (FP4: two).
+                # The library names the dtype; an element of torch can be several values of the format (FP4: two).
                 raw = library.torch.save({"": torch.empty(1, dtype=leaf.dtype)})
                 entry = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[""]
                 dtypes[leaf.dtype] = entry["dtype"], entry["shape"][0]

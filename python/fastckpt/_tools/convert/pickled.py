@@ -137,7 +137,7 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
     """The content of a file of ``torch.save``, if it consists of tensors and plain containers only."""
     import zipfile  # noqa: PLC0415
 
-    # Only zip archives can be mapped, and files from before torch 1.6 are not.
+    # Only zip archives can be mapped, and files from before torch 1.6 are not zip archives.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 

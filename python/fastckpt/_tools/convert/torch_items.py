@@ -254,7 +254,7 @@ class Archive:
         return found
 
 
-#: Pickles interpreted in Python: each opcode can be limited, and none allocates more than the size of the pickle.
+#: Interprets pickles in Python: each opcode can be limited, and none allocates more than the size of the pickle.
 _Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - the module's own other reader
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds from the start; drivers without persistence mode take about 1 s per device.
+#: Seconds to wait for an answer; drivers without persistence mode take about 1 s per device.
 _PATIENCE = 3.0
 
 #: cuInit, cuDriverGetVersion and cuDeviceGetCount of the driver API.

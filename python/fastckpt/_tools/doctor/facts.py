@@ -46,7 +46,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     refuse_url("doctor", directory)
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
-        with Signals(held=True):  # the core makes and removes files, in milliseconds
+        with Signals(held=True):  # the core makes and removes files, which takes milliseconds
             probe = fastckpt.tools.probe(directory)
         found: dict[str, Any] = {
             "kernel": _kernel(root),

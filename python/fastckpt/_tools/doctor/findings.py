@@ -18,7 +18,7 @@ _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
 
-#: Step refused -> code, sentence, remedy. In a container, another remedy is often easier.
+#: By error: code, sentence and remedy. In a container, another remedy is often easier.
 _TROUBLES = {
     "ENOENT": (
         "directory-missing",
@@ -36,7 +36,7 @@ _TROUBLES = {
         "free space or raise the quota (quota -s, lfs quota), or choose another",
     ),
 }
-#: Code -> remedies of containers.
+#: By code: the remedy in each kind of container.
 _IN_CONTAINERS = {
     "not-writable": {
         "docker": "docker run --user $(id -u):$(id -g) ... as the owner of the volume, or chown the volume's directory",

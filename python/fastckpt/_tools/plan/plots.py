@@ -19,7 +19,7 @@ _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("goodput, %", lambda plan: 100 * plan.goodput),
 )
 
-#: Values with at least this ratio are drawn on a logarithmic axis.
+#: Values that span at least this ratio are drawn on a logarithmic axis.
 _DECADE = 10
 
 

@@ -231,7 +231,7 @@ def simulate(
     drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, duration, shape) for run in range(runs)]
     played = _Runs(drawn, duration, cost, restart + lag)
     if shape != 1 and played.failures:
-        # New accelerators that fail early or late have another rate than old ones. The formulas get the observed rate,
+        # New accelerators that fail early or late differ in rate from old ones. The formulas get the observed rate,
         # as a job that counts its failures would: the remaining difference from the simulation is due to the shape.
         mttf = runs * duration / played.failures
 

@@ -181,7 +181,7 @@ impl Gathering {
             Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
-        // `part` still exists after a failure, or if the file had its name: a rename between its links does nothing.
+        // `part` still exists after an error, or if `name` was a link to the same file: such a rename does nothing.
         self.unlink(&part);
         linked.map_err(Error::io("link", &source))
     }

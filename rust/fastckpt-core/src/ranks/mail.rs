@@ -207,7 +207,7 @@ impl Mail {
         if let Some(after) = *after {
             return state.next >= after;
         }
-        // Bytes of the next message to be sent may come later, unless a relay passes it on: other ranks send them.
+        // Later calls may supply the bytes of the next message to be sent. For a message of a relay, other ranks do.
         let next = self.outgoing.get(state.next).is_none_or(|next| next.after.is_none());
         state.outgoing[message] != Out::Away
             || fits(state.outgoing_held, envelope.1, self.budget)

@@ -83,7 +83,7 @@ impl Checkpoint {
     /// Compares every byte of one shard with its checksum. The first difference is an error. The monitor shows the
     /// operation as a verification.
     pub fn check_shard(&self, index: usize, options: &Options, progress: Progress<'_>) -> Result<()> {
-        // The verification begins now, within the calling save, so it has its own call.
+        // The verification begins now, not when the save was called, so its `Call` has no earlier time.
         let call = Call { at: None, ..options.call };
         let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
         let mut check = || {

@@ -83,7 +83,7 @@ impl Share {
                     }
                     open
                 };
-                // A piece is not longer: if a copy is spread over several ranks, each should give a part of the tensor.
+                // Pieces are kept short: if a copy is spread over several ranks, each should give a part of the tensor.
                 let end = (rest.start + RUN).next_multiple_of(self.block_size);
                 let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
                 let run = rest.start..if cut { end } else { rest.end };

@@ -1,5 +1,5 @@
-//! Jobs of several ranks in one process. For the core, the memory of a rank is not host memory. In the tests of the
-//! binding, it is where a device reads it without a copy.
+//! Jobs of several ranks in one process. For the core, the memory of a rank is not host memory. The tests of the
+//! binding use host memory that a device reads without a copy.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -226,7 +226,7 @@ fn write(ranks: &[RankSave]) -> Vec<Result<Report>> {
         ins.push(senders);
         outs.push(receivers);
     }
-    // Door `from` of rank `to` is the one that rank `from` uses for it.
+    // Door `from` of rank `to` is the one that rank `from` uses to reach it.
     let doors = (0..ranks.len()).map(|from| ins.iter().map(|doors| doors[from].clone()).collect::<Vec<_>>());
     let doors: Vec<_> = doors.collect();
     drop(ins);
@@ -557,7 +557,7 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
     let stage = ranks[0].stage().unwrap();
     let Stage::Open(_, work) = &*stage else { panic!("it is open") };
     assert!(!work.is_ready(0).unwrap(), "no message has arrived");
-    // The bytes of all tensors in the unit, as far as they are in it.
+    // The bytes of the first tensor of the shard that are in the unit.
     let Unit { shard, start, end } = work.unit(0);
     let placement = job.table.plan.shards[shard].placements[0];
     let bytes = start.max(placement.offset) - placement.offset..end.min(placement.end()) - placement.offset;
