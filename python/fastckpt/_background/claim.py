@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Claim:
-    """An object that only the first caller gets. No lock: a signal handler may call while the thread does."""
+    """An object that only the first caller gets. A signal handler may call ``take`` while the thread does."""
 
     __slots__ = ("_left",)
 

@@ -265,7 +265,7 @@ class Preemption:
         return saves.step == step
 
     def answer_at_end(self) -> None:
-        """Pass on the signals that have come when no further step follows; in a job, not yet."""
+        """Pass on the signals that have come when no further step follows; in a job, that comes later."""
         try:
             self.settle()
         finally:
