@@ -141,7 +141,7 @@ class SaveOptions:
     with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
     counters. ``operation`` is the save that these options are for, if it has begun; ``step`` and ``elapsed`` are its
-    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` tells
+    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` records
     for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the manifest
     records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the staging
     buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation ends, or

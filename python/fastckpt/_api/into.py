@@ -184,7 +184,7 @@ class Into:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: tensors or other values of ``into`` do not fit. The error lists all differences.
+            StructureMismatchError: ``into`` and the checkpoint do not match. The error lists all differences.
             CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)

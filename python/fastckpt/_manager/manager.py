@@ -493,7 +493,7 @@ class Manager:
         return range(self._restored + 1, step_of("remaining", last) + 1)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in rising order, by the names of the directories only."""
+        """The steps that have a checkpoint, in rising order. Only the names of the directories are read."""
         return self._local.place.look().steps
 
     def checkpoints(self) -> list[ManagedCheckpoint]:

@@ -362,7 +362,7 @@ class Operation:
             self._run(self._turn.alive())
 
     def check(self) -> None:
-        """Raise if another rank has failed or is silent, so that a long body ends; check at most once per second.
+        """Raise if another rank has failed or is silent, so that a long body ends. Calls are cheap: most do nothing.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
