@@ -141,8 +141,8 @@ class SaveOptions:
     with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
     counters. ``operation`` is the save that these options are for, if it has begun; ``step`` and ``elapsed`` are its
-    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` has for
-    each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the manifest
+    own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen`` records
+    for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the manifest
     records, by name, in words. Ranks ignore ``base``: see :class:`RankBase`. ``staging`` is memory for the staging
     buffers; None for the core's own memory of at most ``most_staging`` bytes. It is in use until the operation ends, or
     for a rank until ``close``. If the storage does not answer for ``deadline``, DeadlineError is raised, and threads
@@ -201,7 +201,7 @@ def check_target(path: str, overwrite: bool, deadline: timedelta | None = None) 
 
 @final
 class ListedCheckpoint:
-    """A checkpoint in a directory: its docstring explains each attribute."""
+    """A checkpoint in a directory; the docstring of the compiled class explains each attribute."""
 
     @property
     def name(self) -> str: ...
@@ -256,7 +256,7 @@ class Incoming:
 class Gathering:
     """The place beside ``target`` where the files of a copy of the checkpoint with this ``manifest`` are gathered.
 
-    It is made, or that of an earlier copy or another process is used. The gathered files stay there until ``give_up``,
+    It is made, unless an earlier copy or another process has made it. The gathered files stay there until ``give_up``,
     even if this object is dropped. ValueError after ``close`` or ``give_up``, and for a name that no file may have.
     """
 
@@ -304,7 +304,7 @@ class SingleFile:
     def write(self, offset: int, address: int, nbytes: int) -> int:
         """Like :meth:`Gathering.write`."""
     def publish(self, nbytes: int, crc: int) -> None:
-        """Give the file its path, cut to its first bytes, which have this CRC-64. The CRC is stored, if possible."""
+        """Cut the file to ``nbytes`` bytes with this CRC-64, and give it its path. The CRC is stored, if possible."""
     def discard(self) -> None:
         """Remove the file."""
 
@@ -353,7 +353,7 @@ class ProbedRing:
 
 @final
 class ProbedFiles:
-    """Features of a file system: an errno, 0 when it works, None when it was not tried.
+    """Features of a file system: 0 for one that works, None for one that was not tried, else an errno.
 
     ``direct_used`` is whether a save would try direct I/O; ``direct_alignment`` the alignments of memory and of offsets
     in bytes, None where the kernel does not report them; ``direct_bypasses`` whether direct writes leave the page cache
@@ -401,7 +401,7 @@ class Probe:
     trouble: tuple[str, int] | None
 
 def crc64(address: int, nbytes: int, before: int | None = None) -> int:
-    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of bytes with that checksum and then these.
+    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, preceded by bytes with that checksum.
 
     The caller keeps the memory alive, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` accepts buffers.
     """
@@ -646,7 +646,7 @@ class ReadRequest:
 
 @type_check_only
 class Store(Protocol):
-    """The files of a checkpoint in an object store. Worker threads call it, and its errors end the read.
+    """The files of a checkpoint in an object store. Worker threads call its methods, whose errors end the read.
 
     FileNotFoundError means that an object is missing, and a CheckpointError that the checkpoint is gone. Other errors
     are not about the checkpoint.
@@ -657,7 +657,7 @@ class Store(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is missing."""
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, object]:
-        """``nbytes`` of a file from ``start`` on; fewer if the file ends earlier.
+        """``nbytes`` of a file, beginning at ``start``; fewer if the file ends earlier.
 
         Returns their address, their number, and an object that keeps them unchanged as long as it lives.
         """
@@ -666,7 +666,7 @@ class Store(Protocol):
 
 @final
 class Reader:
-    """An open checkpoint: manifest read and checked."""
+    """An open checkpoint, whose manifest has been read and checked."""
 
     def __new__(
         cls, path: str, *, keep: bool = False, manifest: bytes | None = None, files: Store | None = None
@@ -755,8 +755,8 @@ class Spread:
     def mesh(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[tuple[str, int, int]]) -> Spread:
         """Cut a tensor over a mesh of ranks, given in row-major order.
 
-        ``placements`` has one for each dimension of the mesh: ``("replicate", 0, 0)``, ``("shard", dim, 0)`` or
-        ``("strided", dim, factor)``. ValueError for any other.
+        ``placements`` has a placement for each dimension of the mesh: ``("replicate", 0, 0)``, ``("shard", dim, 0)`` or
+        ``("strided", dim, factor)``. ValueError for any other placement.
         """
     @staticmethod
     def boxes(boxes: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Spread:
@@ -857,7 +857,7 @@ class Mail:
     def incoming(self) -> list[tuple[int, int]]:
         """The other rank and the bytes of each message to receive."""
     def travelling(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Number, rank and bytes of the messages to move, of both lists, without those that ranks read from memory."""
+        """Number, rank and bytes of each message in both lists, except those that ranks read from memory."""
     def pack(self, message: int) -> int:
         """Wait until a message may be sent; return the address of its bytes."""
     def sent(self, message: int) -> None:
@@ -878,7 +878,7 @@ class RankBase:
     """The part of an earlier checkpoint, its base, that the save of one rank reuses.
 
     The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` instead of ``open``,
-    and ``follow`` instead of ``take``. Then pass the object to :class:`RankSave`. RuntimeError out of order.
+    and ``follow`` instead of ``take``. Then pass the object to :class:`RankSave`. RuntimeError for calls out of order.
     """
 
     def __new__(
@@ -926,7 +926,7 @@ class Replicas:
     """The findings of a rank about cells of tensors that other ranks also hold: made by :meth:`RankSave.replicas`."""
 
     def digests(self) -> list[tuple[int, int, int]]:
-        """For ranks that hold the same cells: a number for them, their count, the checksum of the cells here."""
+        """For each set of ranks that hold the same cells: its number, its size, and the checksum of the cells here."""
     def of_holders(self, numbers: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Tensor, first byte, number and checksum of each cell that ranks with these numbers hold."""
 
@@ -997,12 +997,12 @@ class RankSave:
                 None if only the host can compute it, from bytes that ``fill`` copies.
             tick: called meanwhile.
 
-        ValueError for another depth.
+        ValueError for any other depth.
         """
     def compared(self, replicas: Replicas, cell: tuple[int, int, int], most: int) -> bytes:
         """Up to ``most`` bytes of a cell, by tensor, first byte and number: the same ones at all ranks that hold it."""
     def check(self, structure: str, metadata: str, per_rank: str | None) -> None:
-        """Raise UnsupportedTypeError if the manifest would be too large, ValueError for a text that is none."""
+        """Raise UnsupportedTypeError for too large a manifest, ValueError for a text that is not an array of tokens."""
     def create(self, path: str) -> str:
         """For the coordinator: make the workspace, allocate its share of the files; return the workspace's name."""
     def join(self, path: str, name: str) -> None:
@@ -1012,7 +1012,7 @@ class RankSave:
     def write(self, tick: Callable[[int, int], None] | None) -> ExchangedReport:
         """Write this rank's ranges and make them durable; wait for the messages with bytes for them.
 
-        ``sent`` are the bytes that other ranks need of this one; they may still be on their way.
+        ``sent`` are the bytes that other ranks need from this rank; they may still be on their way.
         """
     def pieces(self) -> bytes:
         """The checksums of the ranges that this rank wrote."""
@@ -1086,7 +1086,7 @@ class RankLoad:
     def read(self, tick: Callable[[int, int], None] | None) -> LoadedReport:
         """Read this rank's share, and wait for the shares of the others; all parts are filled then.
 
-        ``sent`` are the bytes that other ranks want of this one; they may still be on their way. ``tick`` is called
+        ``sent`` are the bytes that other ranks want from this rank; they may still be on their way. ``tick`` is called
         with the bytes read and received so far, and in all. Works once: RuntimeError the second time.
         """
     def close(self) -> None:

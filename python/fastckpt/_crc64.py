@@ -27,13 +27,13 @@ _join: Callable[[int, Sequence[tuple[int, int]]], int]
 
 
 def use(sum_: _Sum, join: Callable[[int, Sequence[tuple[int, int]]], int]) -> None:
-    """Set the functions that compute: the core's, which the portable reader also uses."""
+    """Set the functions that compute checksums: those of ``_core``. The portable reader uses them, too."""
     global _sum, _join
     _sum, _join = sum_, join
 
 
 def of(data: Any, before: int | None = None) -> int:
-    """The checksum of ``data``, a contiguous buffer; with ``before``, of bytes with that checksum and then ``data``."""
+    """The checksum of ``data``, a contiguous buffer; with ``before``, preceded by bytes with that checksum."""
     memory = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
     return _sum(memory.__array_interface__["data"][0], memory.nbytes, before)
 
@@ -49,5 +49,5 @@ def are_digits(text: str, count: int) -> bool:
 
 
 def to_hex(sum_: int) -> str:
-    """The notation of the manifest."""
+    """The checksum in the notation of the manifest."""
     return f"{sum_:016x}"

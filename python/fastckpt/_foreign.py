@@ -62,7 +62,7 @@ def _file(path: str) -> str:
 
 
 def writer_of(name: str) -> str | None:
-    """The program that writes files with this name; None for a name of no format."""
+    """The program that writes files with this name; None if no known program does."""
     writers = (who for who, patterns in _FORMATS.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
     return next(writers, None)
 

@@ -33,7 +33,7 @@ def build_report(
         began: when the program called the operation (``time.perf_counter``).
         core: the core's report.
         beside: seconds of steps outside the core, by phase. All other time outside the core counts as planning.
-        more: further fields of the class.
+        more: further fields of the report.
     """
     beside = beside or {}
     seconds = time.perf_counter() - began

@@ -54,7 +54,7 @@ class Targets:
     """The requests of a read: what to read, where to put it, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover accepts the bytes. With ``mappings``: copies to make.
+        requests: for the core, with address 0 where a mover accepts the bytes; with ``mappings``, the copies to make.
         movers: the movers of requests, by request number.
         mappings: where shards are mapped, or None. If they are, new tensors on the host are pages of the mappings, and
             :meth:`copy_mapped` fills all other destinations.
@@ -116,7 +116,7 @@ class Targets:
             threads: the most threads that copy; None for one per core, within limits.
 
         Returns:
-            The report of both.
+            The report of the check and the copies.
         """
         if not self.requests:
             return dict(report)
@@ -174,11 +174,11 @@ class Targets:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: accepts the bytes otherwise.
+            mover: accepts the bytes if the address is 0.
             whole: the tensor of which ``memory`` is this rank's part.
 
         Raises:
-            CorruptCheckpointError: the stored tensor has another number of bytes.
+            CorruptCheckpointError: the number of bytes of the stored tensor differs.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         self._request(index, address, memory.nbytes, whole, mover=mover)
@@ -230,9 +230,9 @@ class Targets:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: accepts its elements otherwise.
+            mover: accepts the converted elements if the address is 0.
             whole: the tensor of which ``memory`` is this rank's part.
-            torch: whether torch converts them, else numpy.
+            torch: whether torch converts the elements; if not, numpy does.
         """
         convert, sizes = self._converter(index, torch=torch)
         self._fits(index, (memory.nbytes if whole is None else whole.nbytes) // sizes[1] * sizes[0])
@@ -510,7 +510,7 @@ def read_targets(
     io: IO = DEFAULT_IO,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Read the requests of targets, or ``requests`` instead of them, in one process; returns the report.
+    """Read the requests of ``targets``, or ``requests`` instead, in one process; returns the report.
 
     See ``_core.Reader.read``.
     """

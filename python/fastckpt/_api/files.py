@@ -30,10 +30,10 @@ class Files:
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
             the names that they have inside it, everything else to files in ``training/``, so that Hugging Face's
-            readers open the directory directly (under ``adapter_model`` to ``adapter_model*.safetensors``, for PEFT's
-            readers). ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and ``model_state_dict`` whose
-            value is a mapping with tensors, unless another outer key gives names with its prefix (``model.ema`` beside
-            ``model``). If none does, or with None, the whole state is the model.
+            readers open the directory directly (``adapter_model*.safetensors`` for the key ``adapter_model``, for
+            PEFT's readers). ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and ``model_state_dict``
+            whose value is a mapping with tensors, unless another outer key gives names with its prefix (``model.ema``
+            beside ``model``). If none does, or with None, the whole state is the model.
         frozen: one or more patterns (like ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later
             saves: the first save writes them to separate files. Without it, the second save finds them
             (docs/unchanged.md).

@@ -32,7 +32,7 @@ class Memory:
     """The memory of one snapshot, or the staging memory of one operation.
 
     Attributes:
-        core: the object for the core.
+        core: the core's object for this memory.
         nbytes: the size of the memory.
         generation: how often the caller had asked to free memory before this memory was made.
         registration: the registration of its pinned part; None before :meth:`pin`, and for devices that do not pin.
@@ -136,7 +136,7 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
 
 @contextlib.contextmanager
 def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
-    """A context with staging memory for an operation between files and devices; the core no longer uses it at the end.
+    """A context with staging memory for an operation between files and devices; the core must not use it afterwards.
 
     Args:
         devices: the ``torch.device`` objects that it copies from or to.

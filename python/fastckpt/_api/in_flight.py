@@ -18,7 +18,7 @@ class SaveInFlight:
 
     Attributes:
         path: the checkpoint's directory, absolute.
-        caller: the thread that called.
+        caller: the thread that requested the save.
         group: the ranks that save together; None for a save of one process.
         operation: its turn among the operations of the ranks; None for a save of one process.
         started: whether another thread has taken over.
@@ -113,7 +113,7 @@ def saves() -> tuple[SaveInFlight, ...]:
 
 
 def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
-    """The saves to ``path`` in flight for which the caller, or the save ``waits``, can wait: see :func:`admit`."""
+    """The saves in flight to ``path`` that the caller, or with ``waits`` that save, can wait for: see :func:`admit`."""
     groups = None if waits is None or waits.group is None else {None, waits.group}
     there = [save for save in saves() if save.path == path and can_wait_for(save)]
     return [save for save in there if groups is None or save.group in groups]
@@ -146,7 +146,7 @@ def unasked() -> tuple[Failure, ...]:
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
     """Raise the first unreported failure, with ``why`` as a note.
 
-    A failure that has been reported counts as seen. The failure of ``but`` is left alone.
+    A failure that has been reported counts as seen. The failure of the save ``but`` is left alone.
     """
     for failure in tuple(_unasked):
         if failure.save is but:

@@ -76,7 +76,7 @@ class Into:
         types: the known types.
         strict: whether each side must have all tensors of the other side.
         spreads: describes tensors that are spread over ranks; without it they are refused.
-        shared: whether other ranks have the rest. If so, ``into`` need not have all tensors, whatever ``strict`` is.
+        shared: whether other ranks load, too. If so, ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
         missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
@@ -178,13 +178,13 @@ class Into:
             origin: the position of each token of ``left`` in ``tokens``.
             chosen: the positions that were chosen, or None for all.
             selection: the patterns that chose them.
-            renamed: whether the structure has other names than the selection saw.
+            renamed: whether the names in the structure differ from those that the selection saw.
 
         Returns:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: tensors do not fit, or ``into`` has other values. The error lists all differences.
+            StructureMismatchError: ``into`` and the checkpoint do not match. The error lists all differences.
             CheckpointError: a class in this program differs from the saved one.
         """
         at = _inverse(origin)

@@ -35,7 +35,7 @@ class IO:
     all kinds; each call uses the options that concern it.
 
     Args:
-        engine: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+        engine: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, but
             OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
             it is set, else takes the first of these that works; the report names the engine that ran. A load with
             ``auto`` reads cached files from the page cache. If LOCAL_WORLD_SIZE is more than 1, a load of a whole
@@ -43,11 +43,11 @@ class IO:
             on storage of several machines, a load of some whole tensors does so, too. Neither load does so if one of
             the path's last two components names the rank (``rank-3``, by RANK or LOCAL_RANK). For other paths that only
             one rank loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
-        threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
-            ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one thread below 2 MiB. There are never
-            more threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned
-            memory. For a URL, 16 by default, each with a request of up to 8 MiB. In a save in the background they first
-            copy, by default at most one per core, and then write.
+        threads: worker threads of this process, at most 256; by default one per core of this rank, within limits: at
+            most 8 with ``uring``, 12 to 24 with ``threads``, 4 to 24 with ``buffered``; one thread below 2 MiB. There
+            are never more threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each
+            needs pinned memory. For a URL, 16 by default, each with a request of up to 8 MiB. In a save in the
+            background the threads first copy, by default at most one per core, and then write.
         staging: the most bytes of staging buffers of an operation in this process: a number, or a string such as
             ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
             least a block per thread. Bytes in transit to or from memory in small pages occupy them, so slow storage
@@ -80,7 +80,7 @@ class IO:
             touching a page ends the process with SIGBUS. (Saving to the same path, or removing it, is safe on a local
             file system; on NFS another host must not do so.) With ``device``, new tensors there are copied from the
             pages, and so are tensors and arrays of ``into``, but only after all pages have been checked: a damaged
-            checkpoint changes nothing. It excludes ``dtype``, URLs, and loads that ranks make together.
+            checkpoint changes nothing. Not possible with ``dtype``, with URLs, or in loads that ranks make together.
         verify: for loads: compare every byte with its checksum. With ``mmap``, compare the pages at the time of the
             call; a page that memory pressure evicts is later read again unchecked. Without ``verify`` pages are read
             when they are touched.

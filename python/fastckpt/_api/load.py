@@ -57,7 +57,7 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,
             and so is a container for which the checkpoint has another type. A list keeps its length: numbers at its end
-            that only ``into`` has are not a mismatch. Values that only the checkpoint has are added. It may contain
+            that only ``into`` has are not a mismatch. Values that only the checkpoint has are added. ``into`` may hold
             objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict`` gets the
             state if it does more than copy them (hooks, overrides, an extra state); an optimizer, even one that has not
             stepped, and any other object with ``load_state_dict`` gets the state; a state of another class of optimizer

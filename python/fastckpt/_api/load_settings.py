@@ -1,4 +1,4 @@
-"""The options of loads. A new one is added here twice: to the record, and to the TypedDict that type checkers see."""
+"""The options of loads. A new option is added twice: to the record, and to the TypedDict that type checkers see."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings(Settings):
-    """How a checkpoint is loaded; checked. The objects that count matches are made for each load."""
+    """How a checkpoint is loaded: checked options. The objects that count matches are made for each load."""
 
     given = LoadOptions
 
@@ -117,7 +117,7 @@ class LoadSettings(Settings):
         return Selection(self.keys, self.exclude)
 
     def renaming(self) -> Renaming:
-        """The new keys by ``rename``."""
+        """The new keys that ``rename`` gives."""
         return Renaming(self.rename)
 
     def types(self) -> Types:

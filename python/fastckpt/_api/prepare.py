@@ -32,7 +32,7 @@ class Prepared:
         settings: the options of the load.
         tokens: the structure of the result.
         targets: the requests of the read.
-        numbers: with ``mmap``, the tensors whose bytes are wanted.
+        numbers: with ``mmap``, the numbers of the tensors whose bytes are wanted.
         missing: names of values that only ``into`` has, and patterns that match nothing.
         unexpected: names of tensors that only the checkpoint has.
         unwanted: the numbers of the ``unexpected`` tensors.

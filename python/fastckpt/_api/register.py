@@ -32,7 +32,7 @@ def register_type(
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:
-        TypeError: ``cls`` is not a class, or is of none of these kinds and lacks a function; or one is not callable.
+        TypeError: ``cls`` is not a class, it needs ``encode`` and ``decode``, or one of these is not callable.
         ValueError: the type is supported without registration, or another class has that name.
 
     Example:

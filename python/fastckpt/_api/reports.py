@@ -61,7 +61,7 @@ class Report:
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why the requested engine was not used, or None.
         warnings: further messages for the caller; usually empty.
-        thread_bytes: bytes that each of those threads moved.
+        thread_bytes: bytes that each worker thread moved.
         blocks: blocks by I/O path: ``zero-copy`` (direct I/O between the tensor and the disk), ``staged`` (direct I/O
             through a staging buffer), ``buffered`` (through the page cache).
         paths: the same blocks by I/O path and reason, without zeros: ``{"staged: small tensors": 12}``.

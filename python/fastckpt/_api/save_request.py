@@ -148,9 +148,9 @@ def build_request(
         spreads: describes tensors that are spread over ranks; without it they are refused.
 
     Raises:
-        KeyError: a pattern matches nothing, and this process is alone.
+        KeyError: a pattern matches nothing, and this process saves alone.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        TypeError, ValueError: ``dtype`` is no dtype, or nothing is left to save.
+        TypeError, ValueError: ``dtype`` is not a dtype, or nothing is left to save.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
     types = Types(operation, settings.registry)

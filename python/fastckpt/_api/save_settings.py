@@ -25,7 +25,7 @@ record_of("registry", "fastckpt.Registry")(Registry)
 
 
 class WriteOptions(TypedDict, total=False):
-    """The options of every save, including that of torch.distributed.checkpoint."""
+    """The options of every save, including saves through torch.distributed.checkpoint."""
 
     overwrite: bool
     registry: Registry | None
@@ -43,7 +43,7 @@ class SaveOptions(WriteOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSettings(Settings):
-    """How a checkpoint is written; checked."""
+    """How a checkpoint is written: checked options."""
 
     given = WriteOptions
 
@@ -83,7 +83,7 @@ class WriteSettings(Settings):
         return [*Settings.kept(self), *([("frozen", in_short(", ".join(frozen)))] if frozen else [])]
 
     def core(self, **more: Any) -> _core.SaveOptions:
-        """The core's options: from these settings, and from the save."""
+        """The core's options, made from these settings and the further options ``more``."""
         own = {
             "overwrite": self.overwrite,
             "files": self.files.beside,
@@ -99,7 +99,7 @@ class WriteSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings(WriteSettings):
-    """How a state is saved; checked. Patterns are kept as texts: objects that count matches are made for each save."""
+    """How a state is saved: checked options. Patterns are texts: objects that count matches are made for each save."""
 
     given = SaveOptions
 

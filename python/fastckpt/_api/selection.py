@@ -24,7 +24,7 @@ def _expression(pattern: str) -> str:
 
 
 class Patterns:
-    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses everything below that name.
+    """The glob patterns of one argument. A pattern without ``*``, ``?`` and ``[`` also chooses all below that name.
 
     Args:
         argument: the name of the argument.

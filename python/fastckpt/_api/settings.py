@@ -103,11 +103,11 @@ class Settings:
         Args:
             operation: the word that error messages begin with.
             given: values by name; a missing one gets its default.
-            door: the function that the caller called, whose arguments are those that :func:`takes` shows; by default
-                the options of the record.
+            door: the function that the caller called, with the arguments that :func:`takes` shows; without it, the
+                options of the record are the arguments.
 
         Raises:
-            TypeError: a name is not one of its arguments.
+            TypeError: a name is not one of these arguments.
             Exception: the error of an option's check.
         """
         known = [*cls.options()]
@@ -173,7 +173,7 @@ def takes(
     """Show options in the signature and docstring of a function or class that accepts them as ``**options``.
 
     Args:
-        kinds: their records.
+        kinds: the records of the options.
         like: by record, a function whose docstring describes its options; others are described in full.
         ranks: whether several ranks call it together.
     """

@@ -14,8 +14,8 @@ def set_target(target: str | float) -> tuple[int, int]:
     Args:
         target: ``"light"``, ``"medium"`` or ``"high"`` (the tiers of NVIDIA's sizing for DGX H100: 0.75, 1.5 and 3 GB/s
             written, 1, 2 and 4 GB/s read, each per GPU); a rate per GPU for both, bytes per second or a string with a
-            unit (``"2.5GB/s"``); or ``"save=3GB/s,load=4GB/s"``, where either part may be missing, which means no
-            target. Case does not matter. GB is 10^9 bytes.
+            unit (``"2.5GB/s"``); or ``"save=3GB/s,load=4GB/s"``, where a part may be left out to set no target for it.
+            Case does not matter. GB is 10^9 bytes.
 
     Returns:
         Bytes per second per GPU of saves and of loads, 0 without a target.

@@ -65,7 +65,7 @@ def device_of(token: list[Any]) -> str:
 
 
 def are_equal(reader: Reader, stored: Sequence[StoredTensor], left: int, right: int) -> bool:
-    """Whether two stored tensors are equal, like tied tensors that were stored separately."""
+    """Whether two stored tensors are equal: then both may fill one destination."""
     one, other = stored[left], stored[right]
     logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
     return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Claim:
-    """An object that only the first caller gets. No lock: a signal handler may call while the thread does."""
+    """An object for the first caller only, without a lock: a signal handler may interrupt ``take`` and call it."""
 
     __slots__ = ("_left",)
 

@@ -1,4 +1,4 @@
-"""The devices that a save copies from, and its snapshot's memory, to which no device may write after the end."""
+"""The devices that a save copies from, and its snapshot's memory, to which no device may write after the save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ELEMENT = 16
 
 
 def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
-    """A byte for each number below ``count``: whether its bytes are on a device, or with False on the host."""
+    """A byte per number below ``count``: whether its bytes are on a device, or if not ``on_device``, on the host."""
     found = bytearray([not on_device]) * count
     for index in sources.movers:
         found[index] = sources.is_on_device(index) == on_device
@@ -26,10 +26,10 @@ def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
 
 
 class Devices:
-    """The copies that a save requests from devices. Made at the call: copies run after the streams' earlier work.
+    """The copies that a save requests from devices; made at the call, so that copies follow the streams' earlier work.
 
     Args:
-        sources: copy tensors without an address.
+        sources: copies tensors without an address.
         pin: the most bytes that may be pinned in this process; None for any number.
     """
 

@@ -24,8 +24,8 @@ def hold_steps() -> None:
     """From the first call on, every step of every optimizer waits for the copies of lazy saves.
 
     The hook stays: Dynamo recompiles steps when it is added or removed. The hook takes about a microsecond in a step
-    with nothing to wait for. It holds all optimizers: the step of one whose parameters are not saved may be the last
-    before a saved value changes, such as an average of weights.
+    with nothing to wait for. It makes all optimizers wait: the step of one whose parameters are not saved may be the
+    last before a saved value changes, such as an average of weights.
     """
     global _unhook  # noqa: PLW0603 - one hook for a process
     if _unhook is None:

@@ -33,7 +33,7 @@ class Late:
     def changed(self) -> list[str]:
         """The names of the tensors that were changed between the call and the first step.
 
-        No lock: a signal handler may interrupt a step and step. Many steps may compare at a time: each continues only
+        It takes no lock: a signal handler may step within a step. Many steps may compare at a time: each continues only
         after it has appended its result, so the first result comes from before any step changed a version.
         """
         if not self._verdicts:

@@ -52,8 +52,8 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
     ``result()``. If the program never calls that, the next ``save_async`` starts its own save and then raises the
-    failure, with the handle of the new save as attribute ``pending_save``. Without a next one, it is written to stderr
-    when the process ends, even if multiprocessing forked that process.
+    failure, with the handle of the new save as attribute ``pending_save``. If no save follows, the failure is written
+    to stderr when the process ends, even if multiprocessing forked that process.
 
     Args:
         state: as for :func:`fastckpt.save`.
@@ -62,7 +62,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         {options}
 
     Casts to ``dtype`` happen in the copy; the snapshot is compared with ``base`` in the background. Unlike other
-    operations, it logs no progress lines.
+    operations, this save logs no progress lines.
 
     Returns:
         A handle on the save.

@@ -34,7 +34,7 @@ _NAMED = 5
 
 
 class Staging:
-    """One snapshot, from tensors to their copies.
+    """Makes one snapshot of the tensors of a state.
 
     Memory that a device still reads must neither be changed nor be given to another tensor. The program's references do
     not ensure that: they may go when the call returns. So this holds references until the copies have ended, and reads

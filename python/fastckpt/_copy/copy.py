@@ -83,8 +83,8 @@ def copy_checkpoint(
     Raises:
         CancelledError: ``stop`` returned true, or this process must continue later: copied files stay.
         CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
-        ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or a file beside it has another
-            length.
+        ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or the length of a file beside it has
+            changed.
         FileNotFoundError: there is no checkpoint at any source.
         FileExistsError: something else is at ``target``.
         OSError: storage failed.

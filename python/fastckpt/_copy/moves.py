@@ -59,7 +59,7 @@ class Sink(Protocol):
     """The destination of one file, block by block."""
 
     def put(self, start: int, data: Bytes) -> int:
-        """Accept the bytes from ``start`` on, and return their CRC-64. Threads may call this concurrently."""
+        """Accept the bytes that begin at ``start``, and return their CRC-64. Threads may call this concurrently."""
 
     def end(self, opened: Opened) -> None:
         """End the file: all bytes have arrived and are correct."""
@@ -112,7 +112,7 @@ class _File:
                 self.error = self.error or error
 
     def close(self) -> None:
-        """After all threads have stopped: remove incomplete files."""
+        """Remove incomplete files, after all threads have stopped."""
         if self.error is None and not self._left:
             return
         if self._sink is not None:

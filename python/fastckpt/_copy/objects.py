@@ -1,4 +1,4 @@
-"""A copy to an object store: its manifest comes last, and without a manifest it is no checkpoint."""
+"""A copy to an object store: its manifest comes last, and without a manifest it is not a checkpoint."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Plan:
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:
-        """Whether no source still has the manifest, and the files beside it with their lengths."""
+        """Whether no source still has the same manifest, and beside it the same files with the same lengths."""
         return not any(map(self._is_as_it_was, self._sources, self._beside))
 
     def _is_as_it_was(self, source: Source, beside: list[Item]) -> bool:

@@ -21,7 +21,7 @@ RATE = 50e6
 
 
 def share_of(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
-    """The files that a process copies. The first, which publishes the copy, copies files without a checksum."""
+    """The files that a process copies. The first, which publishes, also copies those that have no checksum."""
     index, count = share
     shards = [item for item in items if item.is_shard][index::count]
     return shards if index else shards + [item for item in items if not item.is_shard]
@@ -42,7 +42,7 @@ def bring_share(
         share: ``(index, count)``.
         pace: counts the bytes.
         missing: the files that are not whole at the target.
-        bring: copies files there.
+        bring: copies files to the target.
         every: seconds between two calls of ``missing``.
 
     Returns:

@@ -58,7 +58,7 @@ class Opened(Protocol):
     identity: tuple[int, int] | None
 
     def read_into(self, start: int, memory: Bytes) -> None:
-        """Fill ``memory`` from byte ``start`` on; threads may call this concurrently.
+        """Fill ``memory`` with the bytes that begin at ``start``; threads may call this concurrently.
 
         CorruptCheckpointError if the file ends earlier.
         """

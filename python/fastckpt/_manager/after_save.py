@@ -38,7 +38,7 @@ class AfterSave:
     """Does the work after a durable save, outside the training thread if possible.
 
     Attributes:
-        drain: copies to the remote tier; None where this process does not.
+        drain: copies to the remote tier; None where this process copies nothing.
         leads: whether this rank writes ``latest`` and removes checkpoints; the other ranks only measure.
     """
 

@@ -81,7 +81,7 @@ def when_of(when: Any, ranks: int) -> list[saving.Policy]:
 
 
 def policies_text(policies: Sequence[Any]) -> str:
-    """Policies as text that ranks compare; a caller's own policy by its type, since its text may have an address."""
+    """Policies as text that ranks compare; a caller's own policy by its type, since its text may hold an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    A ``far`` checkpoint is in the remote tier; it ``differs`` if it is another save of the step than the local one.
+    A ``far`` checkpoint is in the remote tier; it ``differs`` if the local tier has a different save of the step.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Candidates:
         """The checkpoints of the branch that saved last, in the order to try: by falling step, the local tier first.
 
         Raises:
-            OSError: the remote tier does not answer, and is ``needed``; with None, if the directory has no checkpoint.
+            OSError: the remote tier does not answer, and is ``needed`` (None: only if the directory has no checkpoint).
         """
         here, aside = self._here()
         there, far = self._there(needed=not here if needed is None else needed)
@@ -103,7 +103,7 @@ class Candidates:
         """Refuse to start anew if there are traces of a run.
 
         Raises:
-            CheckpointError: a run was here; NotACheckpointError: it was a run of another program.
+            CheckpointError: a run was here; NotACheckpointError if it was a run of another program.
         """
         if (step := self.highest_left) is not None:
             raise CheckpointError(

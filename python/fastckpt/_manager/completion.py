@@ -66,7 +66,7 @@ class Completion:
         return self.saves.last_report()
 
     def end_block(self, error: BaseException | None) -> None:
-        """End the manager's ``with`` statement, by ``error`` if there is one: wait for background work.
+        """End the manager's ``with`` statement, which may have raised ``error``: wait for background work.
 
         It answers signals that come during this wait, or came after the last step boundary: saves in flight become
         durable or are abandoned, and the signals are passed on.

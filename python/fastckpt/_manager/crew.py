@@ -98,8 +98,8 @@ class Crew:
         rank: the index of this rank.
         size: the number of ranks.
         leads: whether this rank writes the file ``latest`` and removes checkpoints.
-        share: index and count of this rank among the ranks that copy, one on each host, once they have begun; None for
-            others.
+        share: the index of this rank among the ranks that copy (one on each host), and their number, once they have
+            begun; None for others.
 
     Raises:
         TypeError: ``given`` is not a process group.
@@ -287,7 +287,7 @@ class Crew:
     ) -> _T:
         """Return the coordinator's result of ``find`` on all ranks; the others wait for it without a limit.
 
-        One rank of each other host may ``help_it``, given its :attr:`share`. All ranks are at the same ``step``.
+        One rank of each other host may call ``help_it`` with its :attr:`share`. All ranks are at the same ``step``.
 
         Each kind of round has its own ``operation``, so that a rank that alone has abandoned a round never accepts the
         answer to another kind.
@@ -312,7 +312,7 @@ class Crew:
     def outcome(
         self, said: Any, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """The outcome of a load on all ranks: ``decide`` of their combined ``said``.
+        """The outcome of a load on all ranks: ``decide`` computes it from what they ``said``, combined.
 
         Raises:
             RanksError: a rank does not answer.

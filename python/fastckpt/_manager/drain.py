@@ -171,7 +171,7 @@ class Drain:
             return step in self._waiting
 
     def again(self, step: int) -> None:
-        """Queue a step behind the others, so that it is copied now."""
+        """Queue a step behind the others, and start copying now."""
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
@@ -278,7 +278,7 @@ class Drain:
         self.raise_failure()
 
     def leave(self, end: float) -> None:
-        """Wait until ``end``; then abandon the current copy, which the next save or the next run makes."""
+        """Wait until ``end``; then abandon the current copy, which the next save or the next run makes again."""
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason

@@ -34,7 +34,7 @@ class Leftovers:
 
     Args:
         directory: the run.
-        clock: seconds that only rise.
+        clock: returns seconds, and never goes back.
     """
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:

@@ -75,8 +75,8 @@ def parse(noted: Any) -> Lineage:
     """The place in a JSON value.
 
     Raises:
-        TypeError: the value has another form.
-        ValueError: the value has another form.
+        TypeError: the value has the wrong form.
+        ValueError: the value has the wrong form.
     """
     order, forks, files = noted
     return Lineage(_number(order), tuple(Fork(*map(_number, fork)) for fork in forks), tuple(map(str, files)))

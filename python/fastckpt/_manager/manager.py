@@ -59,15 +59,15 @@ class Manager:
     Args:
         directory: the directory of the checkpoints. The first save makes it.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default group, or a
-            :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; without an initialised
-            group, only this process. ``"alone"``: only this process, whatever groups exist.
+            :class:`fastckpt.distributed.Ranks`, which adds a timeout and the comparison of copies; without an
+            initialised group, only this process. ``"alone"``: only this process, whatever groups exist.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned checkpoints always stay.
         save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
             number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval with the
             least lost time. None saves each step for which ``save`` is called.
         async_save: save in the background (:func:`fastckpt.save_async`); else in the call (:func:`fastckpt.save`).
-        name: the format of the names.
+        name: the format of the checkpoints' names.
         read_only: write and remove nothing: for programs that evaluate the checkpoints of a run. Without ``keep`` it
             uses the policies of the run's own manager.
         remote: a second place for the checkpoints, a path or the URL of an object store: once durable, each is copied
@@ -86,7 +86,7 @@ class Manager:
         TypeError: an argument has the wrong type, or ``ranks`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in the process group.
-        RanksError: another rank has not made its manager, or has other arguments.
+        RanksError: another rank has not made its manager, or its arguments differ.
 
     Example:
         >>> import fastckpt, signal, torch
@@ -192,7 +192,7 @@ class Manager:
 
         Returns:
             Whether to save it, the same on all ranks. Ranks ask each other at most once per second, after a signal to
-            one of them, and at each step that a policy wants for its number.
+            one of them, and at each step that a policy wants because of its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
@@ -399,7 +399,7 @@ class Manager:
             NotACheckpointError: the directory holds files of another program, perhaps under names of checkpoints.
             FileNotFoundError: there is no checkpoint of ``step``.
             OSError: the remote tier does not answer, and the directory has no checkpoint, or ``discard_newer`` is
-                given; or a newer one cannot be removed: then the run continues as before.
+                given; or a newer checkpoint cannot be removed: then the run continues as before.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer`` is given, and the manager is read-only.
             ValueError: ``discard_newer`` is given without ``step``.
@@ -473,7 +473,7 @@ class Manager:
             last: the step at which the run ends.
 
         Returns:
-            Steps, rising. All steps from 1 on if nothing was restored; none if the run had ended.
+            Steps, rising. All steps, beginning with 1, if nothing was restored; none if the run had ended.
 
         Raises:
             ValueError: ``last`` is not a non-negative integer.
@@ -493,7 +493,7 @@ class Manager:
         return range(self._restored + 1, step_of("remaining", last) + 1)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, rising; from the names of the directories only."""
+        """The steps that have a checkpoint, in rising order. Only the names of the directories are read."""
         return self._local.place.look().steps
 
     def checkpoints(self) -> list[ManagedCheckpoint]:

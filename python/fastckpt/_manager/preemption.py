@@ -265,7 +265,7 @@ class Preemption:
         return saves.step == step
 
     def answer_at_end(self) -> None:
-        """Pass on the signals that have come when no further step follows; in a job, not yet."""
+        """When no further step follows, pass on the signals that came; in a job, :meth:`pass_on_at_end` does that."""
         try:
             self.settle()
         finally:

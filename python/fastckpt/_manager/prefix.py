@@ -113,7 +113,7 @@ class Prefix:
             The files that stay, in words; empty if there are none.
 
         Raises:
-            OSError: the store does not answer, or refuses; FileNotFoundError: there is no checkpoint.
+            OSError: the store does not answer, or refuses; FileNotFoundError if there is no checkpoint.
         """
         from fastckpt._stores.checkpoints import remove  # noqa: PLC0415 - for a URL alone
 

@@ -113,8 +113,8 @@ class Remote(Tier[Place]):
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
         """Work after a copy to this tier: update ``latest``, copy the pin, remove older checkpoints and leftovers.
 
-        The step had this ``number`` in the queue, and ``was_there`` if nothing had to be copied. A step that ``waits``
-        must still be copied. A checkpoint that the run has left does not count as the newest for retention.
+        ``number`` is the step's number in the queue; ``was_there`` is true if nothing had to be copied. A step that
+        ``waits`` must still be copied. A checkpoint that the run has left does not count as the newest for retention.
         """
         local, place = self._local, self.place
         try:
@@ -137,7 +137,7 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
-        """Treat the next copied step as the last one of the run; returns the ``to`` that undoes this."""
+        """Treat the next copied step as the last one of the run; returns the argument that undoes this."""
         before = self._durable, self._latest
         self._durable, self._latest = to
         return before

@@ -21,8 +21,8 @@ class Schedule:
         timing: measures for the policies.
 
     Attributes:
-        may_wait: whether a step that no policy wants by its number may pass without a round: a policy by time then
-            wants the next step, too, but a caller's own policy may not.
+        may_wait: whether a step that no policy wants by its number may pass without a round: not if there is a caller's
+            own policy; a policy by time that wants the step wants the next one, too.
     """
 
     def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:
@@ -37,7 +37,7 @@ class Schedule:
         return not self.policies or any(policy.due(moment) for policy in self.policies)
 
     def due_by_step(self) -> bool:
-        """Whether the step is wanted for its number, which is the same on all ranks."""
+        """Whether the step is wanted because of its number, which is the same on all ranks."""
         moment = self._timing.moment(in_flight=False, measured=False)
         return not self.policies or any(policy.due(moment) for policy in self._by_step)
 

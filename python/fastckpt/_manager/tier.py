@@ -65,7 +65,7 @@ def reasons(
 def reasons_on_branch(
     entries: Mapping[int, Entry], tip: Lineage, policies: Sequence[Policy], pinned: Collection[int], now: float
 ) -> dict[int, list[str]]:
-    """As :func:`reasons`; but checkpoints that the branch of ``tip`` has left do not count, and only pins keep them."""
+    """Like :func:`reasons`, but checkpoints that the branch of ``tip`` has left do not count; only pins keep them."""
     left = {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
     found = reasons([entry.saved for step, entry in entries.items() if step not in left], policies, pinned, now)
     return found | {step: ["pinned"] if step in pinned else [] for step in left}
@@ -81,7 +81,7 @@ def write_latest(place: Place, step: int) -> None:
 
 
 def write_hint(place: Place, step: int) -> None:
-    """As :func:`write_latest`, but an error is logged."""
+    """Like :func:`write_latest`, but errors are logged."""
     try:
         write_latest(place, step)
     except OSError as error:

@@ -115,7 +115,7 @@ class Box:
             yield begin, begin + run
 
     def deliver(self, memory: np.ndarray[Any, Any], start: int, data: np.ndarray[Any, Any]) -> None:
-        """Copy the box's share of ``data``, the tensor's bytes from ``start`` on, to ``memory``."""
+        """Copy the box's share of ``data``, the tensor's bytes that begin at ``start``, to ``memory``."""
         shape, size, box = self.shape, self.size, self.box
         if start % size or len(data) % size:
             # An element is cut: count in bytes.

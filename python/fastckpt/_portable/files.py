@@ -33,7 +33,7 @@ def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
         name: the file's name, or the name of a directory, a slash, and the file's name in it.
 
     Raises:
-        CorruptCheckpointError: the file is missing, a symbolic link or reached by one, or not a regular file.
+        CorruptCheckpointError: the file is missing, a symbolic link or reached through one, or not a regular file.
         OSError: it cannot be opened.
     """
     path = str(Path(directory, name))
@@ -88,7 +88,7 @@ class File(Protocol):
     """An open file of a checkpoint."""
 
     def read_at(self, offset: int, to: Any) -> int:
-        """Fill ``to``, an array of bytes, from ``offset`` on; returns the number of bytes read.
+        """Fill ``to``, an array of bytes, with the file's bytes at ``offset``; returns the number of bytes read.
 
         Raises:
             OSError: the file cannot be read; the message names it.
@@ -104,10 +104,10 @@ class Files(Protocol):
     Attributes:
         path: where they are, for messages.
         threads: the default number of reading threads.
-        straight: from this many bytes on, a piece is read directly to its place; smaller ones are read together, and
-            copied.
+        straight: a piece of this many bytes or more is read directly to its place; smaller pieces are read together,
+            and copied.
         why: why all reads are buffered.
-        fallback: the reason if another engine than ``buffered`` is requested.
+        fallback: the reason if an engine other than ``buffered`` is requested.
         gone: the class of errors that concern a file itself, not the access to it.
     """
 

@@ -228,7 +228,7 @@ def _shard(entry: Any) -> StoredShard:
 def is_plain(file: str, *, windows: bool) -> bool:
     """Whether ``file`` names a shard: in the checkpoint's directory, or in its directory ``training``.
 
-    On Windows a colon leads elsewhere.
+    On Windows no colon is allowed: it leads elsewhere.
     """
     suffix = ".safetensors"
     file = file.removeprefix(f"{TRAINING}/")

@@ -71,7 +71,7 @@ class _Target:
     memory: np.ndarray[Any, Any] | None = None
 
     def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
-        """Deliver the tensor's bytes from ``start`` on."""
+        """Deliver ``data``, the tensor's bytes that begin at ``start``."""
 
 
 class _Memory(_Target):

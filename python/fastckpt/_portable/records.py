@@ -67,7 +67,7 @@ class ListedCheckpoint(NamedTuple):
         path: the path of the checkpoint, to load it.
         created: seconds since 1970 when its save began; None if its manifest is damaged.
         bytes: bytes of the files that fastckpt wrote.
-        aside: False: only the compiled core finds what a killed save moved aside.
+        aside: always False, because only the compiled core finds what a killed save moved aside.
         damage: the damage, as shown by its manifest and the lengths of its files; None without damage.
     """
 

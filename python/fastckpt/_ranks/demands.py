@@ -293,7 +293,7 @@ class Wanting:
         """The verdict: which parts differ, and which tensors no rank wants.
 
         Raises:
-            StructureMismatchError: no rank wants one of the tensors, and a rank's load is strict.
+            StructureMismatchError: there is a tensor that no rank wants, and a rank's load is strict.
         """
         main, cuts, strict, unwanted = combined
         local = self.local
@@ -324,7 +324,7 @@ class Wanting:
         """The answer: the demands of all ranks.
 
         Raises:
-            ValueError: a rank of a mesh does not want a tensor that its other ranks want.
+            ValueError: a rank of a mesh does not want a tensor that other ranks of the mesh want.
         """
         classes, _, blobs = offer_of(combined)
         local = self.local

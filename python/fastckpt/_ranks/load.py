@@ -1,4 +1,4 @@
-"""All ranks of a process group read a checkpoint: each byte is read once, by one rank, which sends it to the others.
+"""All ranks of a process group read a checkpoint: each byte is usually read by one rank, which sends it to the others.
 
 If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there, which
 takes half the CPU time of messages. From storage they read it once, with direct I/O, and send the bytes to each other:

@@ -2,7 +2,7 @@
 
 **A session** is one process group in one store. The store may be older: a restarted job finds keys of its earlier
 processes. So each rank says hello with a word that no process had before, the rank above answers under that word, and
-the keys of all turns contain the session that rank 0 drew. The hello of an earlier process is answered, too, but
+the keys of all turns contain the session, the word of rank 0. The hello of an earlier process is answered, too, but
 nothing reads that answer. The hello of the new process has another word, which the rank above sees and answers.
 """
 

@@ -87,7 +87,7 @@ def join(
 def ahead(met: list[tuple[Called, list[Called]]] | None) -> list[tuple[Called, bool]] | None:
     """Decide which of the calls of ranks that are out of step wait for the others.
 
-    A call waits if a rank is at a call that its own ranks have left behind. If this is mutual, the first one waits.
+    A call waits if its ranks have left behind a call that another rank is at. If this is mutual, the first call waits.
     """
     if met is None:
         return None

@@ -335,8 +335,8 @@ class Operation:
         Args:
             name: the round, the same on all ranks; ``done`` is the last.
             value: the message of this rank: None, numbers, text, bytes, lists and dicts of them.
-            combine: combines several values, of ranks or combined ones, in the order of the tree, this rank's first.
-                Without it, the answer is computed from the list of all.
+            combine: combines several values, each of a rank or combined before, in the order of the tree, this rank's
+                first. Without it, the answer is computed from the list of all.
             decide: makes the answer from the value of all ranks, only on rank 0; its exception fails the operation for
                 all. It calls ``alive`` if it takes long. Without it, the answer is the value.
             is_done: whether ``decide``, which has raised, has committed nevertheless; then the others learn that.
@@ -357,12 +357,12 @@ class Operation:
         return self._turn.is_repeated
 
     def alive(self) -> None:
-        """Signal that this rank makes progress. Cheap: most calls do nothing."""
+        """Signal that this rank makes progress. Most calls do nothing, so they are cheap."""
         if self._peers.size > 1 and not self._turn.over:
             self._run(self._turn.alive())
 
     def check(self) -> None:
-        """Raise if another rank has failed or is silent, so that a long body ends. Cheap: at most one check per second.
+        """Raise if another rank has failed or is silent, so that a long body ends. Calls are cheap: most do nothing.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.

@@ -58,7 +58,7 @@ class AgreedByRanks(Agreed):
             bytes; the address is 0 if ``fill`` copies the bytes.
         sum: returns the CRC-64 of all bytes of a part without an address, by its index in ``held``, if its device
             computes it, else None.
-        per_rank: the structure of the states of each rank alone, JSON; None if there are none.
+        per_rank: the structure of the ``per_rank`` states, JSON; None if there are none.
     """
 
     spreads: Sequence[_core.Spread]
@@ -163,7 +163,7 @@ class ProcessGroup:
         options: _core.SaveOptions,
         progress: Callable[[int, int], None],
     ) -> Mapping[str, Any]:
-        """Write a checkpoint together, beside a base where there is one.
+        """Write a checkpoint together, with a base if there is one.
 
         It is durable, and has its name, when this returns on any rank. On an error nothing has been committed, unless
         the error says that the outcome is unknown.
@@ -449,7 +449,7 @@ def figures(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_up(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The combined report of several ranks: bytes add up, seconds run in parallel, the engine is the first one's."""
+    """The combined report of several ranks: bytes add up, seconds run in parallel, the engine is the first rank's."""
     out = dict(reports[0])
     for name in ("bytes", "threads", "copied", "sent", "received"):
         out[name] = sum(report[name] for report in reports)

@@ -38,7 +38,7 @@ verdict.
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
 all have read it; the last rank to leave removes the keys of the last round. A rank that leaves without a verdict (its
 store did not answer) reports that at its next call: until then it is silent. After a success, the rank whose process
-may have the store waits until the others have read the verdict.
+may run the store's server waits until the others have read the verdict.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Turn:
         return str(self._number)
 
     def take_number(self) -> None:
-        """Become the next turn, unless it has a number or a label."""
+        """Take the next number for this turn, unless it has a number or a label."""
         # Several threads and signal handlers may run this, but cannot interrupt it between lines without a call.
         if self._number is None and self._label is None:
             self._number = self.member.turn

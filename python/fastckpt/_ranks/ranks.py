@@ -23,7 +23,7 @@ OnDifference = Literal["raise", "warn"]
 class Ranks:
     """The ranks that save or load together: the ``ranks=`` of every common call.
 
-    A process group is short for a ``Ranks``: ``ranks=group`` is ``ranks=Ranks(group)``. Give the same on all ranks.
+    A process group is short for a ``Ranks``: ``ranks=group`` is ``ranks=Ranks(group)``. Pass the same on all ranks.
 
     Args:
         process_group: a process group of ``torch.distributed``, or None for the default one; without an initialised

@@ -66,7 +66,7 @@ class Comparison:
         self.replicas = engine.replicas(ranks.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
-        """The message to the coordinator: a number for the ranks with the same parts, their count, and their sums."""
+        """The message to the coordinator: for each set of ranks with the same parts, its number, size and sum."""
         return [[number, size, [[total, 1]]] for number, size, total in self.replicas.digests()]
 
     def differing(self, session: Session, operation: Operation, path: str, numbers: list[int]) -> tuple[list[int], str]:
@@ -74,7 +74,7 @@ class Comparison:
 
         Raises:
             ValueError: this rank leads, and a difference is an error.
-            RanksError: the same, on the others.
+            RanksError: another rank leads, and a difference is an error.
         """
         cells = {
             f"{tensor} {start} {cell}": {f"{total:x}": [[session.group.rank, session.group.rank + 1]]}

@@ -19,7 +19,7 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most this many seconds; return whether they do. ``whom`` sets one of them."""
+    """Wait until all keys exist, at most this many seconds; return whether they do. Rank ``whom`` sets one of them."""
 
     keys: tuple[str, ...]
     seconds: float
@@ -31,7 +31,7 @@ class Forget(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to a counter, which begins at 0, and return its new value. Its value is text of digits."""
+    """Add to a counter, which begins at 0, and return its new value. Its value is a text of digits."""
 
     key: str
     amount: int

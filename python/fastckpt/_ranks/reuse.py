@@ -36,7 +36,7 @@ def take_over(
         timeout: the operation's timeout, in seconds.
 
     Returns:
-        The layout beside the linked files; None if the base is unusable.
+        The layout of the files that are not linked; None if the base is unusable.
 
     Raises:
         RanksError: another rank failed, or does not answer.

@@ -2,8 +2,8 @@
 
 A client of a TCPStore whose server is stopped waits without end, whatever its timeout. So every call runs in a separate
 thread (``_Line``), and its caller waits for a bounded time. A thread that hangs is abandoned: it ends when the server
-answers or exits. If the store can be cloned, each line is a clone with its own connection, so that neither our waits
-block other users of the store nor their waits ours.
+answers or exits. If the store can be cloned, each line is a clone with its own connection, so that our waits do not
+block other users of the store, nor their waits ours.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     Raises:
         TypeError: ``process_group`` is not a process group.
         ValueError: this process is not in the group.
-        RuntimeError: another process has used the group, and this one was forked from it.
+        RuntimeError: this process was forked from one that had used the group.
     """
     ready = is_initialised()
     if process_group is None and not ready:
@@ -213,7 +213,7 @@ class AbsentError(RuntimeError):
 
 
 class DataGroup:
-    """A separate gloo group: between host memories, beside training, not in the list of ``torch.distributed``.
+    """A separate gloo group between host memories, apart from training and from the list of ``torch.distributed``.
 
     Args:
         group: the ranks in it.
@@ -266,7 +266,7 @@ class DataGroup:
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
     def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
-        """Send all ranks ``content`` of rank 0, of ``nbytes``. All ranks call this at about the same time."""
+        """Send ``content`` of rank 0, ``nbytes`` long, to all ranks. All ranks call this at about the same time."""
         from torch import distributed as dist  # noqa: PLC0415
 
         data = bytearray(nbytes) if content is None else bytearray(content)

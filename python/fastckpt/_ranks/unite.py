@@ -54,7 +54,7 @@ class Variant(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """The part of a tensor on ranks: by the spread, or whole if that is None.
+    """The parts of a tensor that ``ranks`` hold: those that ``spread`` describes, or with None the whole tensor.
 
     ``before`` is the number of earlier memories of this kind, of the same tensor.
     """
@@ -73,7 +73,7 @@ class United(NamedTuple):
         lists: for each tensor, the number of its list of parts.
         spread_lists: by the number of a list, the numbers of its spreads.
         spreads: the spreads.
-        numbers: by variant: for each of its tensors, the numbers of the tensor in the union.
+        numbers: for each variant and each of its tensors, the numbers of the tensor in the union.
     """
 
     flat: Flat
@@ -146,7 +146,7 @@ class SpreadLists:
 
 
 def holders_of(variant: Variant, number: int) -> list[Holder]:
-    """The parts of tensors with this number of a spread on the ranks of a variant."""
+    """The parts that the ranks of a variant hold of a tensor whose spread has this number."""
     if not number:
         return [Holder(None, 0, variant.ranks)]
     return [Holder(spreads[number - 1], 0, ranks) for spreads, ranks in variant.spreads]

@@ -146,6 +146,6 @@ def failed(
         failures: the failures of ranks.
         more: the number of further failures.
         outcome: the outcome for the checkpoint, such as ``NOTHING``.
-        calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
+        calls: the calls that were in the turn, and which of them wait for the next; None if too many to distinguish.
     """
     return b"!" + encode([[list(one) for one in failures], more, outcome, calls])

@@ -46,7 +46,7 @@ MADE_OF_TENSORS = frozenset(
 
 
 def torch_for(what: str) -> ModuleType:
-    """The module for torch's types, which ``what`` needs."""
+    """The module for torch's types; ``what`` needs it, and is named in the error."""
     try:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
     except ImportError as error:

@@ -29,7 +29,7 @@ _FRACTION_BITS = 1 << 16
 class Own(NamedTuple):
     """Two conversions: of a value, and from its result back to the class.
 
-    ``spelled`` is the class's own name for itself, if its module and name in the file differ.
+    ``spelled`` is the module and the name of the class, if its name in the file differs.
     """
 
     encode: Callable[[Any], Encoded]

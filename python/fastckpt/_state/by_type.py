@@ -171,7 +171,7 @@ DESCRIBE: dict[type, Describe] = {
 
 
 def torch_kind(value: Any) -> str | None:
-    """See :func:`fastckpt._tensors.torch.kind_of`. An object can be of torch only if torch was imported."""
+    """See :func:`fastckpt._tensors.torch.kind_of`. An object can have a type of torch's only if torch was imported."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch

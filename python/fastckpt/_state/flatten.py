@@ -50,7 +50,7 @@ _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
 
 def reuse_limit(stored: int) -> int:
-    """The most bytes of further uses of tensors as parts of others, if ``stored`` bytes are stored in total."""
+    """The most bytes of tensors as parts of others, beyond the first use of each, for ``stored`` bytes in all."""
     return 64 * stored + (64 << 20)
 
 
@@ -453,7 +453,7 @@ class _Flattener:
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
-        """Raise, or with ``observe`` record it, and continue: values in ``into=`` other than tensors do not matter."""
+        """Raise, or with ``observe`` record the reason: values in ``into=`` other than tensors do not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
             reason = f"{self.operation}: cannot store {place}: {reason}"

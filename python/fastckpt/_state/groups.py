@@ -21,7 +21,7 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
     """Find the model, and give its names to tensors that it shares with the rest of the state.
 
     Args:
-        operation: for the error: ``save``.
+        operation: the word that error messages begin with: ``save``.
         flat: the state, flattened. The names of tied tensors may change.
         model_key: the outer key of the model; ``auto`` for the first of :data:`CONVENTIONS` that leads to a mapping
             with tensors in it (or to an object stored as one: a module), unless another outer key gives names with its
@@ -31,7 +31,7 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         The prefix of the names of the model's tensors; empty if the whole state counts as the model.
 
     Raises:
-        ValueError: nothing under ``model_key`` is a mapping, or another outer key gives names with its prefix.
+        ValueError: ``model_key`` leads to no mapping, or another outer key gives names with its prefix.
     """
     if model_key is None:
         return ""

@@ -2,7 +2,7 @@
 
 Python hashes nested keys in C without a depth limit: a key that is nested deep enough overflows the stack. If hashes
 collide, each insertion walks over the other keys, which can take minutes for a small file. Such keys are refused, by a
-count of the steps. A save refuses the same ones, because they could not be loaded.
+count of the steps. A save refuses the same keys, because they could not be loaded.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ class Places:
         return known
 
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
-        """The place of the current keys in ``stack``, the root first. Each frame caches its place: its key stays.
+        """The place of the current keys in ``stack``, the root first. Each frame caches its place: the keys above stay.
 
-        With ``depth`` it is the place at that number of frames.
+        With ``depth``, only that many frames count.
         """
         last = len(stack) if depth is None else depth
         first = last - 1
@@ -112,7 +112,7 @@ class Places:
         return place
 
     def known(self, stack: Sequence[Frame]) -> Place | None:
-        """As :meth:`at`, or None if that place was not requested. Use a stack for this or for :meth:`at`, not both."""
+        """Like :meth:`at`; None if that place was not requested. Use a stack for this or for :meth:`at`, not both."""
         first = len(stack) - 1
         while first and stack[first].place is None:
             first -= 1
@@ -152,7 +152,7 @@ def _cut(place: str) -> str:
 
 
 def part_of(key: Any) -> str | None:
-    """The part of a tensor's name for ``key``, or None for nothing."""
+    """The part of a tensor's name for ``key``; None if the key adds nothing."""
     kind = type(key)
     if kind is str:
         part: str = key

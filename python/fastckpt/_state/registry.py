@@ -40,7 +40,7 @@ class Registry:
 
     Raises:
         TypeError: ``encode`` is not a function, or a class needs encode and decode.
-        ValueError: ``undeclared`` has another value, or a class is supported without registration.
+        ValueError: ``undeclared`` is neither ``error`` nor ``plain``, or a class is supported without registration.
 
     Example:
         >>> import fastckpt, typing
@@ -90,7 +90,7 @@ class Registry:
         ``DictConfig`` and ``ListConfig`` of omegaconf are loaded as plain containers unless they are declared.
 
         Raises:
-            TypeError: ``cls`` is not a class, is of no such kind and lacks a function, or a function is not callable.
+            TypeError: ``cls`` is not a class, it needs ``encode`` and ``decode``, or one of these is not callable.
             ValueError: the type is supported without registration, or another class has that name.
         """
         if not isinstance(cls, type):
@@ -190,7 +190,7 @@ class Types:
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made if they are declared.
 
     Raises:
-        TypeError: ``registry`` has another type.
+        TypeError: ``registry`` has the wrong type.
     """
 
     def __init__(

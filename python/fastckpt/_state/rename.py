@@ -1,4 +1,4 @@
-"""Other keys for a structure: ``rename=``, and the prefixes that wrappers of modules add."""
+"""New keys for a structure: ``rename=``, and the prefixes that wrappers of modules add."""
 
 from __future__ import annotations
 

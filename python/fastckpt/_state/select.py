@@ -51,7 +51,7 @@ def _tag(token: Token) -> str | None:
 
 
 def ends_of(tokens: list[Token]) -> list[int]:
-    """For each token, one past the last token of its value."""
+    """For each token, the position after the last token of its value."""
     ends = [0] * len(tokens)
     stack: list[list[int]] = []
     for position, token in enumerate(tokens):

@@ -29,7 +29,7 @@ Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
 
 
 class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the loop over the tokens adds the place
-    """A value from which the class in this program cannot be built, and why."""
+    """A value from which no instance of this program's class can be built, and why."""
 
 
 class Codec(NamedTuple):

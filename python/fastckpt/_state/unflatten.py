@@ -55,7 +55,7 @@ class Builder(Protocol):
         """A value of a named type, from its stored form and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
-        """The time zone of a date and time or of a time of day; ValueError if ``value`` is no time zone."""
+        """The time zone of a date and time or of a time of day; ValueError if ``value`` is not one."""
 
 
 def parse(source: str) -> list[Token]:

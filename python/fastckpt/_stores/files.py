@@ -81,7 +81,7 @@ class StoredFiles:
         return None if found is None else found.nbytes
 
     def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, Any]:
-        """``nbytes`` of a file from ``start`` on, by one request; fewer if the file ends earlier.
+        """``nbytes`` of a file, beginning at ``start``, by one request; fewer if the file ends earlier.
 
         Returns:
             Their address, their number, and the object that keeps them alive.

@@ -71,7 +71,7 @@ class Version(NamedTuple):
 
     Attributes:
         content: its bytes.
-        tag: the store's name of this content, for comparisons; empty if it has none.
+        tag: the store's name for this content, for comparisons; empty if it has none.
     """
 
     content: bytes
@@ -177,7 +177,7 @@ class Objects:
         return None if found is None else str(found)
 
     def read(self, name: str, start: int, length: int) -> Any:
-        """``length`` bytes of an object from ``start`` on, as a buffer; fewer if the object ends before."""
+        """``length`` bytes of an object, beginning at ``start``, as a buffer; fewer if the object ends before."""
         import obstore  # noqa: PLC0415
 
         def get() -> Any:
@@ -257,8 +257,8 @@ class Objects:
 
         Args:
             name: the object.
-            chunks: the content, one buffer after another. No buffer is used after the next is requested. Their errors
-                are raised here, and the object is not made.
+            chunks: the content, one buffer after another. No buffer is used after the next is requested. Errors of
+                ``chunks`` are raised here, and the object is not made.
             size: bytes in all.
             crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be stored with the object for
                 :meth:`sum_of`; it is not checked here. None to store none.
@@ -289,7 +289,7 @@ class Objects:
             raise
 
     def replace(self, name: str, content: bytes, crc: str, before: Version | None) -> None:
-        """Make an object from ``content`` by one request, if the current one is still ``before``; None: if none exists.
+        """Make an object from ``content`` by one request, if the current one is still ``before`` (None: no object).
 
         The store compares and writes in one step. If a store cannot do that, the object is first read.
 

@@ -69,7 +69,7 @@ class Recast(NamedTuple):
     loss: Loss
 
     def of(self, tensor: Tensor, count: int) -> Tensor:
-        """A cast to this dtype of a tensor with ``count`` elements here."""
+        """``tensor``, of which ``count`` elements are in this process, cast to this dtype."""
         shape: Sequence[int] = tensor.shape if tensor.logical is None else tensor.logical[1]
         capacity = count * self.size
         if self.logical is None:

@@ -41,7 +41,7 @@ class OwnPart(NamedTuple):
     """The part of a tensor that a rank holds, if it is spread over several.
 
     Attributes:
-        spread: the number of its spread, from 1 on.
+        spread: the number of its spread, 1 or more.
         memory: the local tensor.
         nbytes: the size of the local tensor.
         whole: the DTensor of the local tensor, if any: torch counts changes on either of the two.

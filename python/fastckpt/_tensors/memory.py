@@ -69,7 +69,7 @@ def at(address: int, nbytes: int, owner: object = None) -> Bytes:
 
 
 def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
-    """The positions of an array's elements in memory, perhaps of a device: it must not be used to read."""
+    """An array at the positions of elements in memory, perhaps of a device: it must not be used to read."""
     return np.asarray(_At(address, shape, f"|V{size}", strides))
 
 

@@ -24,7 +24,7 @@ class Part:
     of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was sharded when
     it was saved.
 
-    All ranks together must have every element. Elements of several ranks must be equal (see
+    All ranks together must have every element. Elements that several ranks have must be equal (see
     :class:`fastckpt.distributed.Ranks`). A rank without elements may leave it out, or give an empty tensor, which saves
     the ranks a comparison of names.
 

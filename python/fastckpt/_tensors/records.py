@@ -59,7 +59,7 @@ def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
 
 
 def decode_dtype(value: Any, depth: int = 0) -> np.dtype[Any]:
-    """The dtype that :func:`encode_dtype` described; ValueError if it is none."""
+    """The dtype that :func:`encode_dtype` described; ValueError if ``value`` does not describe one."""
     if depth > _DEPTH:
         raise ValueError("a dtype nested too deep")
     made: np.dtype[Any]
