@@ -82,7 +82,7 @@ class Contender(ABC):
     """A framework with its model, and the checkpoints that it has written to a folder.
 
     Attributes:
-        number: the number of the last checkpoint, from 1 on.
+        number: the number of the last checkpoint; the first is 1.
     """
 
     def __init__(self, folder: Path, model: Any = None, optimizer: Any = None) -> None:

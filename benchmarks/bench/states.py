@@ -124,7 +124,7 @@ def one_state(size: int) -> dict[str, Any]:
 
 
 def huge_state(size: int) -> dict[str, Any]:
-    """Return one tensor of float32 in huge pages: NumPy asks the kernel for them from 4 MiB on, torch does not."""
+    """Return one tensor of float32 in huge pages: NumPy asks the kernel for them for 4 MiB or more, torch does not."""
     import numpy as np
     import torch
 

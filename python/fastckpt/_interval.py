@@ -106,7 +106,7 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
 
 
 def expected_goodput(interval: float, cost: float, mttf: float, restart: float = 0.0, lag: float = 0.0) -> float:
-    """The share of time that becomes kept training, with random failures.
+    """The share of time that goes into training that no failure undoes, with random failures.
 
     ``(interval - cost) / (mttf * exp((restart + lag) / mttf) * (exp(interval / mttf) - 1))``: failures may come at any
     time, even during a checkpoint and the restart.

@@ -1,4 +1,4 @@
-"""The options of saves. A new one is added here twice: to the record, and to the TypedDict that type checkers see."""
+"""The options of saves. A new option is added here twice: to the record, and to the TypedDict for type checkers."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def with_lines(doc: str, lines: Iterable[str]) -> str:
     """A docstring with these lines in place of its line ``{options}``."""
 
     def wrapped(mark: re.Match[str]) -> str:
-        # From Python 3.13 on, docstrings come without their common indentation.
+        # Since Python 3.13, docstrings come without their common indentation.
         indent = mark.group(1)
         more = {"initial_indent": indent, "subsequent_indent": f"{indent}    "}
         return "\n".join(one for line in lines for one in textwrap.wrap(line, _WIDTH, **more))  # type: ignore[arg-type]

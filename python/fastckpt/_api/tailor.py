@@ -80,7 +80,7 @@ class Tailor:
 
         Raises:
             KeyError: a pattern matches nothing, and ``strict`` is set.
-            TypeError, ValueError: ``dtype`` is no dtype, or nothing is left to save.
+            TypeError, ValueError: ``dtype`` is not a dtype, or nothing is left to save.
             UnsupportedTypeError: a tensor cannot be cast, or a remaining value cannot be saved.
         """
         if self._selection is None and self._dtype is None:

@@ -19,7 +19,7 @@ class StepTiming:
     """The clock of a run.
 
     Args:
-        clock: seconds that only rise.
+        clock: the present time in seconds; it never goes back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

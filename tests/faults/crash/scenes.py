@@ -20,7 +20,7 @@ CONSTANT = np.arange(30_000)
 
 
 class Scene:
-    """Saves with numbers from 1 on.
+    """Saves with numbers that begin at 1.
 
     Attributes:
         nbytes: bytes of a state.
