@@ -1,4 +1,4 @@
-"""All processes of a job save and load one checkpoint, with no full copy in one place and no export.
+"""All processes of a job save and load one checkpoint, without gathering it in one place.
 
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
 fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes

@@ -305,7 +305,7 @@ _PARSERS: dict[str, Callable[[str], Policy]] = {
 
 def _at_least_one(what: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{what} must be a whole number of at least 1, not {value!r}")
+        raise ValueError(f"{what} must be an integer of at least 1, not {value!r}")
 
 
 def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:

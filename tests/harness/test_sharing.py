@@ -51,7 +51,7 @@ def test_who_asks_has_a_zygote_of_its_own_with_what_is_imported_once(tmp_path, m
     assert len(set(pids)) == 4
     assert first == second
     assert len({first, third, fourth}) == 3
-    # A kind with more imports gets a fork of the other kind's trunk, which adds these imports.
+    # The trunk of a kind with more imports is forked from the other kind's trunk, and adds them.
     assert above[3] == first
     for ended in {*pids, first, third, fourth, *above}:
         assert is_gone(ended)

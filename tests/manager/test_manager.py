@@ -374,7 +374,7 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
     assert sorted(each.name for each in left.iterdir()) == names
     assert (left / "eval" / "results.json").read_text() == "{}"
     (told,) = [record.message for record in caplog.records if "did not write" in record.message]
-    assert f"{', '.join(names)} are now in {left}" in told
+    assert f"(now in {left}: {', '.join(names)})" in told
     assert not list(tmp_path.glob("step-00000002*"))
     # A later checkpoint of the step does not replace the files there.
     fill(tmp_path, [1], **options)
@@ -578,10 +578,10 @@ def test_a_step_is_a_whole_number(tmp_path, step):
     [
         ({"keep": "last=3"}, "keep: 'last=3' is not a policy"),
         ({"keep": [keep.Last]}, "is not a policy"),
-        ({"keep": 0}, "count must be a whole number"),
+        ({"keep": 0}, "count must be an integer of at least 1"),
         ({"save_when": "often"}, "save_when: 'often' is not a policy"),
         ({"save_when": [when.First]}, "is not a policy"),
-        ({"save_when": 0}, "steps must be a whole number"),
+        ({"save_when": 0}, "steps must be an integer of at least 1"),
         ({"save_options": {"overwrite": False}}, "save_options= has no overwrite: known are"),
         ({"save_options": {"threads": 1}}, r"save_options= has no threads: it is an option of io=fastckpt\.IO\("),
         ({"save_options": {"frozen": "model.*"}}, r"has no frozen: it is an option of files=fastckpt\.Files\("),

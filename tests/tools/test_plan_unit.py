@@ -182,7 +182,7 @@ def test_what_is_not_understood_of_a_config_is_said(tmp_path: Path) -> None:
     for missing in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         with pytest.raises(ValueError, match=f"c.json: the config has no {missing}"):
             count({name: value for name, value in llama.items() if name != missing}, "c.json")
-    with pytest.raises(ValueError, match="hidden_size must be a whole number, not '64'"):
+    with pytest.raises(ValueError, match="hidden_size must be an integer of at least 0, not '64'"):
         count({**llama, "hidden_size": "64"})
     with pytest.raises(ValueError, match="num_attention_heads must be at least 1"):
         count({**llama, "num_attention_heads": 0})

@@ -179,5 +179,5 @@ class Completion:
             if agreed.signals or agreed.over:
                 return agreed.over
             if end < math.inf and self.ranks.first("wait: timeout", lambda: time.monotonic() >= end):
-                raise TimeoutError(f"wait: {self.directory}: saves in flight have not finished in time and continue")
+                raise TimeoutError(f"wait: {self.directory}: saves in flight did not finish in time; they continue")
             pause = min(2 * pause, _LAST_LOOK)

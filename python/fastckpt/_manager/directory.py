@@ -159,7 +159,7 @@ class Directory:
             sync(self.path)
         # If the checkpoint is pinned at this moment, the pin stays.
         remove(path, files=files)
-        return f"{', '.join(strange)} are now in {aside}" if strange else ""
+        return f"now in {aside}: {', '.join(strange)}" if strange else ""
 
     def read(self, name: str) -> bytes:
         """The content of a small file of the run.

@@ -55,8 +55,8 @@ def _at_end() -> None:
         drain.end()
 
 
-# The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
-# registered here run before that, the last one first. Without this hook, waiting steps are left to the next run.
+# concurrent.futures ends its pools, which make the copies, in a function that it has registered here before. The last
+# registered function runs first, so the pools still work in this one. Without it, waiting steps are left behind.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork

@@ -118,7 +118,7 @@ class Prefix:
         from fastckpt._stores.checkpoints import remove  # noqa: PLC0415 - for a URL alone
 
         strange = remove(self.path_of(step), force=False, files=files, leave=True)
-        return f"{', '.join(strange)} stay in {self.path_of(step)}" if strange else ""
+        return f"still in {self.path_of(step)}: {', '.join(strange)}" if strange else ""
 
     def read(self, name: str) -> bytes:
         """The content of a small object of the run.

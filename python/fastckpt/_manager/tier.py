@@ -232,4 +232,4 @@ class Tier(Generic[_P]):
             kept = self.place.remove(step, files)
             if kept:
                 path = self.place.path_of(step)
-                logger.warning("%s: removed, except files that fastckpt did not write: %s", path, kept)
+                logger.warning("%s: removed, except files that fastckpt did not write (%s)", path, kept)

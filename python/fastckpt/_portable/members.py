@@ -1,4 +1,4 @@
-"""Separates and measures the members of a JSON object before it is parsed: a parser has no limits."""
+"""Separates the members of a JSON object and counts their elements before parsing: json builds lists of any length."""
 
 from __future__ import annotations
 

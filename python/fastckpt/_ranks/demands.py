@@ -114,7 +114,7 @@ class Demands:
         path: its path, for messages.
         prepared: the load, before anything is read.
         spreads: the spreads of the tensors of ``into`` that are spread.
-        told: both parts of the table, as ranks exchange them: the numbers of the tensors and of their spreads, and the
+        told: the demands as ranks exchange them: the wanted tensors with the numbers of their spreads, and then the
             spreads.
     """
 

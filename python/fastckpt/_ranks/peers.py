@@ -357,7 +357,7 @@ class Operation:
         return self._turn.is_repeated
 
     def alive(self) -> None:
-        """Signal that this rank makes progress. Most calls do nothing, so they are cheap."""
+        """Signal that this rank is making progress. Most calls do nothing, so they are cheap."""
         if self._peers.size > 1 and not self._turn.over:
             self._run(self._turn.alive())
 

@@ -237,7 +237,7 @@ class Turn:
     # The work of a rank between its messages.
 
     def alive(self) -> Steps:
-        """Signal that this rank makes progress; to the store, at most forty times per ``timeout``."""
+        """Signal that this rank is making progress; to the store, at most forty times per ``timeout``."""
         if not self._working():
             return
         now = yield Now()

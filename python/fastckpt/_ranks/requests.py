@@ -19,7 +19,7 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most this many seconds; return whether they do. Rank ``whom`` sets one of them."""
+    """Wait for all keys, for at most this many seconds; return whether they exist. Rank ``whom`` sets one of them."""
 
     keys: tuple[str, ...]
     seconds: float

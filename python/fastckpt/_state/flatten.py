@@ -344,7 +344,7 @@ class _Flattener:
         if self.again > reuse_limit(sum(tensor.capacity for tensor in self.flat.tensors)):
             raise UnsupportedTypeError(
                 f"{self.operation}: the state has the same sparse, quantised or nested tensors at so many places that "
-                "no load would make them all: keep each at one place"
+                "a load would refuse to build them: keep each at one place"
             )
 
     def place_name(self, frame: _Frame) -> str:

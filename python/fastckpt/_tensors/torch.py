@@ -272,7 +272,7 @@ def describe_of(kind: type) -> Describe | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """``module``, ``optimizer`` or ``scheduler`` for an object of torch, or None."""
+    """``module``, ``optimizer`` or ``scheduler`` for an object of torch that is one; None for anything else."""
     if isinstance(value, torch.nn.Module):
         return "module"
     if isinstance(value, torch.optim.Optimizer):

@@ -41,7 +41,7 @@ pub enum Error {
         /// The path of the checkpoint.
         path: PathBuf,
     },
-    /// This release does not read the format version of the manifest.
+    /// This release cannot read checkpoints of the format version that the manifest names.
     #[error("`{}` {why}", Visible(&path.display()))]
     Version {
         /// The path of the manifest.
@@ -218,7 +218,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         }
         Some(libc::ENOENT) if operation == OPEN_PARENT => ": it may be a symbolic link that leads nowhere",
         Some(libc::ENOTDIR) => ": a part of the path is a file",
-        Some(libc::EACCES) => ": check its owner and its mode",
+        Some(libc::EACCES) => ": check the owner and the mode of it and of the directories above it",
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
         Some(libc::EFBIG) => ": the process has a file size limit (see `ulimit -f`)",

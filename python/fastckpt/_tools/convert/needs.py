@@ -60,8 +60,8 @@ def refuse_growth(operation: str, source: Path, written: int, read: int) -> None
     """
     if written > 2 * read + (64 << 20):
         raise CheckpointError(
-            f"cannot {operation} {source}: its {read} bytes would become {written}, because tensors in it are "
-            "expanded, tied or overlap: give --expand to write them all"
+            f"cannot {operation} {source}: its {read} bytes would become {written}, because tensors in it "
+            "overlap, or are expanded or tied: give --expand to write them all"
             + (", or choose tensors with --keys" if operation == "export" else "")
         )
 

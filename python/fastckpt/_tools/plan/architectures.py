@@ -79,7 +79,7 @@ class _Config:
         if value is None:
             raise ValueError(f"plan {self.where}: the config has no {name}")
         if type(value) is not int or value < 0:
-            raise ValueError(f"plan {self.where}: {name} must be a whole number, not {value!r}")
+            raise ValueError(f"plan {self.where}: {name} must be an integer of at least 0, not {value!r}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:

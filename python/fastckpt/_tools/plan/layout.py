@@ -151,7 +151,7 @@ def check(**numbers: int | None) -> None:
         if value is None:
             continue
         if type(value) is not int:
-            raise TypeError(f"plan: {name} must be a whole number, not {value!r}")
+            raise TypeError(f"plan: {name} must be an integer, not {value!r}")
         if name == "zero" and value not in ZERO_STAGES:
             raise ValueError(f"plan: zero must be a stage from 0 to 3, not {value}")
         if name != "zero" and value < 1:

@@ -103,7 +103,7 @@ fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
 pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error @ Errno::NAMETOOLONG) => Err(error),
-        // Only the length matters: this looks the name up in another directory.
+        // Any other result means nothing: the name does not belong in this directory.
         _ => Ok(()),
     }
 }

@@ -133,7 +133,7 @@ pub fn extents(
     })
 }
 
-/// The placements that touch `range`. They must be sorted by offset and must not overlap.
+/// The placements that touch `range`. `placements` must be sorted by offset and must not overlap.
 #[must_use]
 pub fn touching(placements: &[Placement], range: Range<u64>) -> &[Placement] {
     let first = placements.partition_point(|p| p.end() <= range.start);

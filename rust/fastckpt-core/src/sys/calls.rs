@@ -43,7 +43,7 @@ struct Call {
     since: Instant,
 }
 
-/// A call that does not end.
+/// A call that has not ended for a while.
 #[derive(Debug)]
 pub struct Hanging {
     /// The operation, as a verb.
@@ -52,7 +52,7 @@ pub struct Hanging {
     pub path: PathBuf,
     /// How long the call has lasted.
     pub since: Duration,
-    /// The time since another call ended, but no longer than `since`.
+    /// The time since a call last ended, but no longer than `since`.
     pub quiet: Duration,
 }
 
