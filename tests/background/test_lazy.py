@@ -148,10 +148,11 @@ def test_what_torch_does_not_count_is_copied_at_the_call(tmp_path, held_backgrou
 
 def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_background, when_waited_for, monkeypatch):
     copy, _ = held_background
-    write = threading.Event()
+    begun, write = threading.Event(), threading.Event()
     real = Job._write
 
     def held(job):
+        begun.set()
         assert write.wait(60)
         return real(job)
 
@@ -170,6 +171,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_backgr
     optimizer.step()
     waited = time.perf_counter() - began
     assert waited >= 0.3
+    assert begun.wait(60)
     assert pending.progress().phase == "writing"
     write.set()
     report = pending.result(60)
