@@ -41,7 +41,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     prune.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
     add_options(prune)
     prune.add_argument(
-        "--force", action="store_true", help="also remove checkpoints that hold files of others, including those files"
+        "--force", action="store_true", help="also remove checkpoints with files of others, files and all"
     )
     prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
 
@@ -55,9 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"what to keep, may be repeated: {_POLICIES}; by default what the run's manager keeps",
     )
     parser.add_argument(
-        "--name",
-        metavar="FORMAT",
-        help="the name format, such as step-{step:08d}; by default the one that most checkpoints have",
+        "--name", metavar="FORMAT", help="the name format, such as step-{step:08d}; by default that of most checkpoints"
     )
 
 

@@ -82,9 +82,7 @@ def export(
             f"{', '.join(BY_NAME)}"
         )
     if named not in (None, form):
-        raise CheckpointError(
-            f"{paths}: --format is {form}, but the suffix {destination.suffix} means {named}: change one of them"
-        )
+        raise CheckpointError(f"{paths}: --format is {form}, but the suffix means {named}: change one of them")
     for name in given:
         if name not in FORMATS[form]:
             fit = " or ".join(each for each, names in FORMATS.items() if name in names)
@@ -113,8 +111,7 @@ def _check(operation: str, source: Path, destination: Path, *, overwrite: bool |
     inner, outer = source.resolve(), destination.resolve()
     if inner == outer or inner in outer.parents or outer in inner.parents:
         raise CheckpointError(
-            f"cannot {operation} {source} to {destination}: they are one path, or one is inside the other: choose "
-            "another path"
+            f"cannot {operation} {source} to {destination}: they are equal, or one is inside the other: choose another"
         )
     above = next((each for each in outer.parents if (each / MANIFEST).exists()), None)
     if above is not None:

@@ -126,8 +126,7 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
         # The index is untrusted input: it must not lead out of the directory.
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):  # noqa: PTH119 - the name as text
             raise CorruptCheckpointError(
-                f"cannot import {source}: {HUGGING_FACE_INDEX} names {file!r}, which is not a safetensors "
-                "file beside it"
+                f"cannot import {source}: {HUGGING_FACE_INDEX} names {file!r}, not a safetensors file beside it"
             )
         read.update(_read_safetensors(source / file, names)[0])
     return {name: read[name] for name in content["weight_map"]}, metadata if isinstance(metadata, dict) else None
