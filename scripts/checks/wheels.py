@@ -37,7 +37,7 @@ ALWAYS = [f"{INFO}{name}" for name in ("METADATA", "WHEEL", "RECORD", r"entry_po
 SOURCES = (
     r"PKG-INFO|Cargo\.(lock|toml)|LICENSE(-THIRD-PARTY)?|README\.md|pyproject\.toml"
     r"|python/fastckpt/([\w/]+\.pyi?|py\.typed)|rust/crates\.cyclonedx\.json"
-    r"|rust/fastckpt-(core|py)/(Cargo\.toml|build\.rs|(src|tests)/[\w/]+\.rs)"
+    r"|rust/fastckpt-(core|py)/(Cargo\.toml|build\.rs|(src|benches|tests)/[\w/]+\.rs)"
 )
 SOURCES_MUST = ["Cargo.lock", "LICENSE", crates.TEXTS, crates.BILL, "rust/fastckpt-py/build.rs"]
 

@@ -1,4 +1,4 @@
-//! CPU costs without a device: counters, plan, manifest, checksum. `cargo bench -p fastckpt-bench`.
+//! CPU costs without a device: counters, plan, manifest, checksum. `cargo bench -p fastckpt-core`.
 
 use std::hint::black_box;
 use std::path::Path;
