@@ -25,6 +25,7 @@ import fastckpt
 from fastckpt import distributed
 from harness import points, zygote
 from harness.internals import Job, RanksJob, join_saves, kept_memory, waiting_calls
+from harness.machines import wait_until
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a test can cancel a save in time
@@ -192,13 +193,6 @@ def test_callbacks_run_once_each_whenever_they_are_added(tmp_path, caplog, hold)
     pending.add_done_callback(lambda done: seen.append((done is pending, done.done(), True)))
     assert seen == [(True, True, True)] * 2
     wait_until(lambda: "in a callback" in caplog.text)
-
-
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_it_can_be_awaited(tmp_path, late, hold):

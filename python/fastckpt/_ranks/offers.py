@@ -138,7 +138,7 @@ class Parts:
     def __init__(self, spreads: Sequence[Spread], rank: int) -> None:
         self.spreads = spreads
         self.inside = [rank in spread.ranks for spread in spreads]
-        #: Results of :meth:`part` by its arguments: of a spread, which callers keep alive, the id; its hash is slow.
+        #: Results of :meth:`part` by its arguments: a spread by its id, as its hash is slow. Callers keep it alive.
         self._known: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:

@@ -41,7 +41,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     prune.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
     add_options(prune)
     prune.add_argument(
-        "--force", action="store_true", help="also remove checkpoints with files of others, files and all"
+        "--force", action="store_true", help="also remove checkpoints that hold files of others, including those files"
     )
     prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
 

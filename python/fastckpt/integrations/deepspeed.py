@@ -195,7 +195,7 @@ def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
         flats |= {key: value for key, value in found.items() if (value.shape, value.dtype) == (flat.shape, flat.dtype)}
         rest = {key: value for key, value in held.items() if key not in flats}
         if odd := [key for key in rest.keys() & found if found[key].numel() > 1 or found[key].shape == flat.shape]:
-            raise NotImplementedError(f"save_checkpoint: tensors of the optimizer have an odd size or dtype: {odd}")
+            raise NotImplementedError(f"save_checkpoint: tensors differ from the parameters in size or dtype: {odd}")
         for key, value in flats.items():
             tensors[key][name] = part(value)
         groups[number] |= {"tensors": [*flats], "rest": rest}
@@ -278,7 +278,7 @@ def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool,
     optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
-        raise ValueError(f"load_checkpoint: {path} has different parameter groups: use these, or load_module_only=True")
+        raise ValueError(f"load_checkpoint: {path} differs in parameter groups: use the same, or load_module_only=True")
     into, states = defaultdict[str, dict[str, Any]](dict), dict[Any, dict[str, Any]]()
     for name, _, _, flat, part in own:
         _, group = saved.get(name, (0, {"tensors": (), "rest": {}}))
