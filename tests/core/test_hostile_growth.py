@@ -23,6 +23,7 @@ import pytest
 
 import fastckpt
 from harness import cli, limits, manifest, programs, zygote
+from harness.draws import some
 
 #: The limit of CPU time, which a busy machine does not change; each case once took several times as long, or minutes.
 SECONDS = 10.0
@@ -139,7 +140,7 @@ def refused_for_its_keys(children, path):
         assert "collide" in end["text"], end
 
 
-@pytest.mark.parametrize("kind", COLLIDING)
+@pytest.mark.parametrize("kind", some(COLLIDING))
 def test_keys_that_collide_are_refused(children, forged, kind):
     path, body = forged
     body["structure"] = HOLDERS["dict"]([_token(key) for key in COLLIDING[kind]()])
@@ -207,7 +208,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES))
 def test_keys_as_people_have_them_are_taken(tmp_path, family):
     keys = list(FAMILIES[family])
     state = {"dict": dict.fromkeys(keys, 1), "set": set(keys), "frozen": frozenset(keys[::2])}
@@ -301,7 +302,7 @@ EMPTY = {
 FACTOR = 64
 
 
-@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("kind", some(EMPTY))
 def test_what_a_reader_takes_is_bounded_by_the_file(children, forged, kind):
     path, body = forged
     if EMPTY[kind] is None:
@@ -388,7 +389,7 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("kind", TWICE)
+@pytest.mark.parametrize("kind", some(TWICE))
 def test_the_core_takes_no_more_than_twice_the_file(children, forged, kind):
     path, body = forged
     spoil, long, sound = TWICE[kind]

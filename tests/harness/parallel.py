@@ -134,8 +134,20 @@ def _fsdp(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
     return model
 
 
+def _square(names: tuple[str, str], *shape: int) -> DeviceMesh:
+    """A mesh of two dimensions. A process makes each once: a gloo group of torch wakes its threads 100 times per
+    second until the process ends."""
+    return _made(dist.group.WORLD, names, shape)
+
+
+@functools.cache
+def _made(world: Any, names: tuple[str, str], shape: tuple[int, ...]) -> DeviceMesh:
+    del world  # another world has other groups
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def _hsdp(model: Model) -> nn.Module:
-    return _fsdp(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    return _fsdp(model, _square(("replicate", "shard"), 2, dist.get_world_size() // 2))
 
 
 def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -159,7 +171,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _tensor_parallel_fsdp(model: Model) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = _square(("data", "tensor"), dist.get_world_size() // 2, 2)
     return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"])  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ import runs
 from runs import ended
 
 import fastckpt
+from harness.draws import pairs
 from harness.rot import rot
 
 play = partial(runs.play, accelerated.train)
@@ -74,18 +75,18 @@ def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began
         assert ended(play(libraries, tmp_path, **arguments))[:2] == (start, wanted)
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-1", "1-2"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param({}, id="the program skips"),
-        pytest.param({"stateful": True, "workers": 2}, id="a stateful loader"),
-        pytest.param({"stateful": True, "split": True}, id="split batches"),
-    ],
-)
-def test_another_number_of_processes_goes_on(libraries, undisturbed, tmp_path, ranks, arguments):
+LOADERS = {
+    "the program skips": {},
+    "a stateful loader": {"stateful": True, "workers": 2},
+    "split batches": {"stateful": True, "split": True},
+}
+
+
+@pytest.mark.parametrize(("ranks", "loader"), pairs([(2, 1), (1, 2)], LOADERS), ids=str)
+def test_another_number_of_processes_goes_on(libraries, undisturbed, tmp_path, ranks, loader):
     """No row is left out; rows of a batch that was cut are seen again. The schedule depends on the number of rows."""
     before, after = ranks
+    arguments = LOADERS[loader]
     first = ended(play(libraries, tmp_path, ranks=before, last=25, **arguments))[1]
     began, found, _ = ended(play(libraries, tmp_path, ranks=after, last=30, **arguments))
     assert (began, found["losses"][:25]) == (25, first["losses"])

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastckpt
 from harness import titan
+from harness.draws import pairs
 
 pytestmark = [pytest.mark.slow, titan.needed]
 
@@ -58,8 +59,7 @@ def steps_of(folder):
     return sorted(int(one.name.removeprefix("step-")) for one in (folder / "run").glob("step-*"))
 
 
-@pytest.mark.parametrize("adapter", [None, "whole"])
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(("mode", "adapter"), pairs(["disabled", "async", "async_with_pinned_mem"], [None, "whole"]))
 def test_save_restart_resume_and_keep_the_latest(forge, lasting, straight, tmp_path, mode, adapter):
     config = {"async_mode": mode, "keep_latest_k": 2, "adapter": adapter}
     assert begun(play(lasting, tmp_path, 4, **config))[0] == 0

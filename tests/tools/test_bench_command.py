@@ -17,6 +17,7 @@ import pytest
 
 import fastckpt
 from harness import cli, mounts, needs, zygote
+from harness.draws import pairs
 
 SMALL = ("--ranks", "2", "--size", "4MB", "--tensors", "20", "--rounds", "1")
 KEYS = {
@@ -335,10 +336,10 @@ def gone(pids):
     return left
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["process", "group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted_it_leaves_nothing(where, number, whole):
+@pytest.mark.parametrize(("number", "to"), pairs([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ["process", "group"]))
+def test_interrupted_it_leaves_nothing(where, number, to):
     """Ctrl-C and a closed terminal also reach the ranks; a scheduler's SIGTERM reaches one process or all."""
+    whole = to == "group"
     bench = begun(where, *LONG)
     try:
         children = descendants(bench.pid)

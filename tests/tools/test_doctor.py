@@ -21,6 +21,7 @@ import pytest
 
 import fastckpt
 from harness import cli, mounts, needs, strace, zygote
+from harness.draws import pairs
 
 SETTING = Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -339,8 +340,9 @@ runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("moment", ["made", "saving"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "moment"), pairs([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ["made", "saving"])
+)
 def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
     """The signal comes right after the directory is made, or in the middle of the saves."""
     directory = tmp_path / "here"

@@ -37,7 +37,7 @@ ROWS = [
         "a disk that promises only POSIX: each page and name that is not synced is independently lost or kept",
         "each sync that is deleted from a record or moved is detected (tests/faults/simulated_mutants.py)",
         run=_cut,
-        fast=1_600,
+        fast=800,
         nightly=200_000,
         part=20_000,
         root=True,
