@@ -23,8 +23,8 @@ ROWS = [
                 "tests/background/test_async.py::test_a_failure_comes_out_of_result_and_the_save_can_be_repeated",
                 "tests/background/test_async.py::test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save",
                 "tests/background/test_async.py::test_each_failure_is_raised_once_and_no_save_is_lost",
-                "tests/background/test_async.py::test_a_failure_that_nobody_asked_for_is_told_at_exit",
-                "tests/background/test_async.py::test_a_failure_is_told_when_it_happens_and_at_the_end",
+                "tests/background/test_programs.py::test_a_failure_that_nobody_asked_for_is_told_at_exit",
+                "tests/background/test_programs.py::test_a_failure_is_told_when_it_happens_and_at_the_end",
             )
         ),
     ),
@@ -51,7 +51,7 @@ ROWS = [
             (
                 "tests/core/test_commit.py::test_fork_after_use",
                 "tests/core/test_pressure.py::test_a_child_forked_during_a_save_keeps_none_of_its_descriptors",
-                "tests/background/test_async.py::test_a_forked_child_has_no_saves_in_flight",
+                "tests/background/test_programs.py::test_a_forked_child_has_no_saves_in_flight",
             )
         ),
     ),

@@ -13,7 +13,7 @@ SUITE = (
     *(f"tests/core/test_{name}.py" for name in ("border", "commit_protocol", "from_device", "layers", "rank_engines")),
     "tests/api",
     "tests/stores/test_stored_checkpoints.py",
-    *(f"tests/background/test_{name}.py" for name in ("async", "background_unit", "lazy")),
+    *(f"tests/background/test_{name}.py" for name in ("async", "background_unit", "lazy", "programs")),
     *(
         f"tests/manager/test_{name}.py"
         for name in (
