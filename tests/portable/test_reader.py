@@ -296,6 +296,15 @@ FORGED = {
     "a deep member of a tensor": (_in_tensor(b'"x":' + _nested(5000)), True),
     "a deep shape": (lambda text: text.replace(b'"shape":[10]', b'"shape":' + _nested(5000)), False),
     "deep tokens": (lambda text: text.replace(b'"metadata":[', b'"metadata":[' + _nested(5000) + b","), False),
+    "a name with half of a character": (_beside(b"\\ud800", b"1"), False),
+    "such a name in what was saved": (_in_saved(b'"\\ud800":1'), False),
+    "such a name in the writer": (lambda text: text.replace(b'"writer":{', b'"writer":{"\\ud800":1,'), False),
+    "such a name in a file": (lambda text: text.replace(b'"modified":', b'"\\ud800":1,"modified":'), False),
+    "such a name in a shard": (lambda text: text.replace(b'"file":', b'"\\ud800":1,"file":'), False),
+    "such a name in a tensor": (_in_tensor(b'"\\udfff":1'), False),
+    "such a name in an unknown object": (_beside(b"x", b'{"\\ud800":1}'), True),
+    "such a name in an unknown object of a tensor": (_in_tensor(b'"x":{"\\ud800":1}'), True),
+    "both halves of a character in a name": (_in_tensor(b'"\\ud83d\\ude00":1'), True),
 }
 
 

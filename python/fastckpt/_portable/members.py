@@ -26,14 +26,18 @@ TWICE: Final = object()
 _CHUNK = 64 << 10
 _ESCAPE = re.compile(rb"\\*.?", re.DOTALL)
 _ARRAY = re.compile(rb"[ \t\r\n]*\[")
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: it is not a character
 
 _QUOTE, _COMMA, _COLON, _LIST, _OBJECT = b'",:[{'
-_IS_MARK = np.zeros(256, bool)
-_IS_MARK[list(b"[]{},:")] = True
+_IS_MARK = np.isin(np.arange(256), list(b"[]{},:"))
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class NotUnicode(dict[str, Any]):
+    """An object with a name that is not Unicode. Like the core, readers may ignore it, but not read it."""
 
 
 def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _Array]]:
@@ -115,8 +119,8 @@ def members(text: memoryview) -> list[tuple[str, memoryview]]:
     found = []
     for begin, colon, stop in zip(commas, colons, [*commas[1:], end], strict=True):
         name = json.loads(str(text[begin + 1 : colon], "utf-8")) if begin < colon < stop else None
-        if type(name) is not str:
-            raise ValueError("it has a member whose name is not a string")
+        if type(name) is not str or _HALF.search(name):
+            raise ValueError("it has a member whose name is not Unicode")
         found.append((name, text[colon + 1 : stop]))
     return found
 
@@ -148,7 +152,7 @@ def _shallow(text: memoryview) -> bytes:
 
 
 def parse(text: str) -> Any:
-    """Parse JSON: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
+    """Parse JSON: see :data:`TWICE` and :class:`NotUnicode`; an integer beyond 64 bits becomes a float.
 
     Raises:
         ValueError: the text is not JSON.
@@ -175,4 +179,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         times = collections.Counter(name for name, _ in pairs)
         made.update((name, TWICE) for name in made if times[name] > 1)
-    return made
+    return NotUnicode(made) if _HALF.search("".join(made)) else made
