@@ -19,8 +19,8 @@ campaign in a checkout ([how](../CONTRIBUTING.md)).
 
 A trial is one fault and the check after it. The record of acknowledged saves is kept outside the program under test. 0
 violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. If a
-fault is injected at each system call in turn, the trials cover all cases. Each row shows its last run; its
-commit is the last one that changed the product before the run.
+fault is injected at each system call in turn, the trials cover all cases. Each row shows its last run, or a longer one
+before it; its commit is the last one that changed the product before the run.
 """
 
 
