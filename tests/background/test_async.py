@@ -365,7 +365,7 @@ def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, ca
     assert which(fastckpt.load(target)) == 1
 
 
-def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, late):
+def test_an_unseen_failure_is_raised_by_the_next_save(tmp_path, late):
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     broken.finished.wait(60)
     with pytest.warns(RuntimeWarning, match=r"no/c failed, and its result was never requested"):

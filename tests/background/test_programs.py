@@ -94,7 +94,7 @@ def test_exit_handlers_may_save(tmp_path, before):
 
 
 @pytest.mark.parametrize(("ending", "status"), [("", 0), ("sys.exit(7)", 7), ("raise RuntimeError('boom')", 1)])
-def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, status):
+def test_an_unseen_failure_is_printed_at_exit(tmp_path, ending, status):
     done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '-no/c')\n{ending}", expected=status)
     assert "asynchronous save to " in done.stderr
     assert "-no/c failed, and its result was never requested: FileNotFoundError: " in done.stderr
@@ -260,7 +260,7 @@ def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
 
 @pytest.mark.parametrize("inside", ["result()", "wait_staged()", "time.sleep(0.3)", "None"])
 def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
-    """Whatever the main thread does, the handler waits for the saves in flight, without a deadlock."""
+    """The handler waits for the saves in flight without a deadlock, whatever the main thread is doing."""
     run(
         tmp_path,
         f"""

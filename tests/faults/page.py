@@ -54,7 +54,8 @@ def page(document: dict[str, Any]) -> str:
     made.append("|---:|---|---|---:|---:|---|")
     for row in rows().values():
         found = document["rows"].get(row.name)
-        counts = _counts(found, enumerated=bool(row.tests)) if found else f"{_UNCOUNTED[bool(row.tests)]} | | |"
+        enumerated = bool(row.tests) and not row.drawn
+        counts = _counts(found, enumerated=enumerated) if found else f"{_UNCOUNTED[bool(row.tests)]} | | |"
         made.append(f"| {row.number} | {row.promise} | {row.fault} | {counts}")
     made += ["", "## Mutants", "", _MUTANTS, "| removed | caught by | trials until then |", "|---|---|---:|"]
     for name, caught in document["mutants"].items():

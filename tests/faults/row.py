@@ -39,6 +39,7 @@ class Row:
         tried: the number of trials within which a mutant must be caught.
         root: whether the trials need root.
         tests: the test files of the row, with names after ``::``. The gate runs these tests, too.
+        drawn: whether the tests draw their trials at random; otherwise the trials are all cases.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Row:
     tried: int = 0
     root: bool = False
     tests: tuple[str, ...] = ()
+    drawn: bool = False
 
     def parts(self, tier: str) -> list[int]:
         """Return the number of trials of each part."""

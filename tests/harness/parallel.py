@@ -134,20 +134,16 @@ def _fsdp(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
     return model
 
 
-def _square(names: tuple[str, str], *shape: int) -> DeviceMesh:
-    """A mesh of two dimensions. A process makes each once: a gloo group of torch wakes its threads 100 times per
-    second until the process ends."""
-    return _made(dist.group.WORLD, names, shape)
-
-
 @functools.cache
-def _made(world: Any, names: tuple[str, str], shape: tuple[int, ...]) -> DeviceMesh:
-    del world  # another world has other groups
+def _square(world: Any, names: tuple[str, str], *shape: int) -> DeviceMesh:
+    """A mesh of two dimensions. A process makes each once per world: a gloo group of torch wakes its threads 100 times
+    per second until the process ends."""
+    del world  # another one has other groups
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _hsdp(model: Model) -> nn.Module:
-    return _fsdp(model, _square(("replicate", "shard"), 2, dist.get_world_size() // 2))
+    return _fsdp(model, _square(dist.group.WORLD, ("replicate", "shard"), 2, dist.get_world_size() // 2))
 
 
 def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -171,7 +167,7 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _tensor_parallel_fsdp(model: Model) -> nn.Module:
-    mesh = _square(("data", "tensor"), dist.get_world_size() // 2, 2)
+    mesh = _square(dist.group.WORLD, ("data", "tensor"), dist.get_world_size() // 2, 2)
     return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"])  # type: ignore[arg-type]
 
 

@@ -253,6 +253,12 @@ def run_all(forge: groups.Forge, base: Any, trials: list[Trial]) -> None:
     assert not wrong, f"{len(wrong)} of {len(trials)} trials:" + "".join(wrong)
 
 
+def in_turns(trials: list[Trial], number: signal.Signals) -> list[Trial]:
+    """In the gate, each point gets one of the two signals: return the trials of this one."""
+    step = one_in(2)
+    return trials[(number == signal.SIGSTOP) % step :: step]
+
+
 def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
     """Every step of a save on a rank, as (where, when, match, nth)."""
     steps: list[tuple[str, str, Any, int]] = []
@@ -289,9 +295,7 @@ def test_a_rank_that_is_struck_in_a_save(forge, tmp_path, store, number):
         for where, when, match, nth in save_points(rank)
     ]
     assert len(trials) >= 25
-    # In the gate, each point gets one of the two signals.
-    step = one_in(2)
-    run_all(forge, tmp_path, trials[(number == signal.SIGSTOP) % step :: step])
+    run_all(forge, tmp_path, in_turns(trials, number))
 
 
 @pytest.mark.slow
@@ -312,7 +316,8 @@ def test_a_rank_that_is_struck_in_a_save_in_the_background(forge, tmp_path, numb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["apart", "rank0"])
-def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store, number):
     trials = [
         Trial(where, "before", rank, number, store, match, nth, call="load")
         for rank in ((0,) if store == "rank0" else (0, SIZE - 1))
@@ -323,11 +328,8 @@ def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
             *[(f"{points.DATA_GROUP}.{method}", None, 1) for method in ("__init__", "broadcast", "send", "receive")],
             *[(points.SERVE, None, nth) for nth in (2, 5, 9)],
         )
-        for number in (signal.SIGKILL, signal.SIGSTOP)
     ]
-    # In the gate, each point gets one of the two signals, in turns.
-    chosen = trials if one_in(2) == 1 else [each for at, each in enumerate(trials) if at % 4 in (0, 3)]
-    run_all(forge, tmp_path, chosen)
+    run_all(forge, tmp_path, in_turns(trials, number))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -36,6 +36,7 @@ ROWS = [
         "manifests with values, brackets and names replaced at random, and a correct checksum",
         "some are accepted",
         **row(("tests/portable/test_reader.py::test_mutated_manifests_have_the_verdict_of_the_core",)),
+        drawn=True,
     ),
     Row(
         15,

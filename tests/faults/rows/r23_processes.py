@@ -21,9 +21,9 @@ ROWS = [
         **row(
             (
                 "tests/background/test_async.py::test_a_failure_comes_out_of_result_and_the_save_can_be_repeated",
-                "tests/background/test_async.py::test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save",
+                "tests/background/test_async.py::test_an_unseen_failure_is_raised_by_the_next_save",
                 "tests/background/test_async.py::test_each_failure_is_raised_once_and_no_save_is_lost",
-                "tests/background/test_programs.py::test_a_failure_that_nobody_asked_for_is_told_at_exit",
+                "tests/background/test_programs.py::test_an_unseen_failure_is_printed_at_exit",
                 "tests/background/test_programs.py::test_a_failure_is_told_when_it_happens_and_at_the_end",
             )
         ),

@@ -111,7 +111,7 @@ def _check(operation: str, source: Path, destination: Path, *, overwrite: bool |
     inner, outer = source.resolve(), destination.resolve()
     if inner == outer or inner in outer.parents or outer in inner.parents:
         raise CheckpointError(
-            f"cannot {operation} {source} to {destination}: equal, or one is inside the other: choose another path"
+            f"cannot {operation} {source} to {destination}: they are equal, or one is inside the other: use other paths"
         )
     above = next((each for each in outer.parents if (each / MANIFEST).exists()), None)
     if above is not None:
